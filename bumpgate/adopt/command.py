@@ -255,8 +255,8 @@ def _adopting(
         without=without,
         not_in_lock=measured.unlocked,
     )
-    entries = adoptions.Log((*adoptions.load(root).entries, entry))
-    edits.append(Edit(adoptions.FILE, read(root / adoptions.FILE), adoptions.text(entries)))
+    log = adoptions.load(root).adding(entry)
+    edits.append(Edit(adoptions.FILE, read(root / adoptions.FILE), adoptions.text(log)))
     packages = changes(versions, lock.versions)
     rows = baseline_diff(old, new, moved_rows)
     return Adopting(tuple(edits), measured, _summary(gate, entry, packages, rows, left, len(given_up)))

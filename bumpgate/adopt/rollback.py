@@ -40,7 +40,8 @@ def command(
     """Rebuild the last adopted set of a lane offline from the wheel store, every checksum verified first.
 
     With --adoption, first restore the files that the last adoption wrote. If the wheel store lacks a wheel of the
-    earlier set, the index of this host is used and the hash is checked.
+    earlier set, the index of this host is used and the hash is checked. If the rebuild or the smoke suite then fails,
+    the same command, with or without --adoption, finishes that rollback and undoes no other adoption.
 
     Exit codes: 0 done, 1 refused (a wheel is missing or corrupt, or the smoke suite is red), 4 bad input, 125 the
     machine failed.
@@ -51,11 +52,33 @@ def command(
         raise BumpgateError("--adoption restores the lane's own lock: leave out --lock")
     if adoption:
         _undo(root, lane)
+    undone = not lock and lane in adoptions.load(root).unverified
+    try:
+        typer.echo(_restored(root, lane, lock or lane_lock(root, lane), smoke=smoke, undone=undone))
+    except BaseException:
+        if undone:
+            again = f"finish it with: bumpgate rollback {lane}"
+            typer.echo(
+                f"the files of lane {lane} are restored, but its set is not verified: {again}", err=True
+            )
+        raise
+    if undone:
+        with one_at_a_time():
+            adoptions.set_unverified(root, lane, False)
+
+
+def _restored(root: Path, lane: str, path: Path, *, smoke: bool, undone: bool) -> str:
+    """Rebuild the set of a lock and run the smoke suite; return what was done.
+
+    undone: the lock is from before an adoption, so that there may be none, or the wheel store may lack some of it.
+    Raises RefusedError, BumpgateError.
+    """
+    if undone and not path.exists():
+        return f"rollback {lane}: the lane had no lock before the adoption, so there is no set to rebuild"
     started = time.monotonic()
-    path = lock or lane_lock(root, lane)
     found = read_lock(path)
-    stored = adoption and all(store.find(wheel) for package in found.packages for wheel in package.wheels)
-    offline = stored or not adoption
+    stored = all(store.find(wheel) for package in found.packages for wheel in package.wheels)
+    offline = stored or not undone
     if offline:
         verify(found, lane)
     environment = rebuild(root, path, found, lane, offline=offline)
@@ -69,16 +92,24 @@ def command(
             line += f", nothing run: lane {lane} declares no smoke tests"
     finally:
         release(environment, _cache())
-    typer.echo(f"{line}: {environment.python}")
+    return f"{line}: {environment.python}"
 
 
 def _undo(root: Path, lane: str) -> None:
-    """Restore the files that the last adoption of the lane changed; if it was cut short, that is all to undo."""
+    """Restore the files that the last adoption of the lane changed, unless that is done and not verified yet.
+
+    Of an adoption that was cut short, that is all to undo.
+    """
     with one_at_a_time():
         if undone := recover(root):
             typer.echo(f"restored {', '.join(undone.paths) or 'nothing'}: {undone.operation} was cut short")
             if undone.operation == Operation(ADOPTION, lane):
-                return
+                adoptions.set_unverified(root, lane, True)
+        if lane in adoptions.load(root).unverified:
+            typer.echo(
+                f"the files of lane {lane} are restored, its set is rebuilt now: nothing else is undone"
+            )
+            return
         entry = adoptions.undo(root, lane, today())
     typer.echo(f"restored {', '.join(entry.after)}: lane {lane}, torch {entry.new} -> {entry.old}")
 

@@ -17,6 +17,7 @@ from bumpgate.run.home import home
 FILE = "baselines/adoptions.toml"
 HEAD = """\
 # The builds that were adopted, oldest first: `bumpgate adopt` adds an entry, `bumpgate rollback --adoption` closes it.
+# A lane is listed as unverified from then on until the set before is rebuilt and its smoke suite is green.
 """
 
 
@@ -55,13 +56,18 @@ class Adoption:
 
 @dataclass(frozen=True)
 class Log:
-    """Every adoption, oldest first."""
+    """Every adoption, oldest first. unverified: lanes whose files were restored, and whose set is not rebuilt yet."""
 
     entries: tuple[Adoption, ...] = field(default_factory=tuple)
+    unverified: frozenset[str] = frozenset()
 
     def last(self, lane: str) -> Adoption | None:
         """Return the current adoption of a lane."""
         return next((a for a in reversed(self.entries) if a.lane == lane and a.rolled_back is None), None)
+
+    def adding(self, entry: Adoption) -> Log:
+        """Return the log with a new adoption, after which an earlier rollback of its lane need not be finished."""
+        return Log((*self.entries, entry), self.unverified - {entry.lane})
 
 
 def load(root: Path) -> Log:
@@ -70,7 +76,10 @@ def load(root: Path) -> Log:
     if found is None:
         return Log()
     try:
-        return Log(tuple(_entry(raw) for raw in tomllib.loads(found).get("adoption", ())))
+        raw = tomllib.loads(found)
+        return Log(
+            tuple(map(_entry, raw.get("adoption", ()))), frozenset(map(str, raw.get("unverified", ())))
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = one_line(f"{type(error).__name__}: {error}", 80)
         raise AdoptionError(
@@ -100,7 +109,8 @@ def text(log: Log) -> str:
         fields |= {"before": dict(a.before), "after": dict(a.after)}
         fields |= {"reviewed": [dict(vars(r)) for r in a.reviewed]} if a.reviewed else {}
         raw.append(fields)
-    return HEAD + tomli_w.dumps({"adoption": raw})
+    unverified = {"unverified": sorted(log.unverified)} if log.unverified else {}
+    return HEAD + tomli_w.dumps({**unverified, "adoption": raw})
 
 
 def keep(edits: Sequence[Edit]) -> None:
@@ -113,7 +123,7 @@ def keep(edits: Sequence[Edit]) -> None:
 
 
 def undo(root: Path, lane: str, day: date) -> Adoption:
-    """Restore the files that the last adoption of a lane wrote, and close its entry.
+    """Restore the files that the last adoption of a lane wrote, and close its entry; the lane is unverified then.
 
     Raises AdoptionError if there is none, a file was edited since, or its old content is not available; OSError.
     """
@@ -129,10 +139,20 @@ def undo(root: Path, lane: str, day: date) -> Adoption:
             "undo that change first, or revert the adoption's commit"
         )
     edits = [Edit(path, now[path], _old(root, entry, path)) for path in entry.after]
-    closed = Log(tuple(replace(a, rolled_back=day) if a is entry else a for a in log.entries))
-    edits.append(Edit(FILE, read(root / FILE), text(closed)))
+    entries = tuple(replace(a, rolled_back=day) if a is entry else a for a in log.entries)
+    edits.append(Edit(FILE, read(root / FILE), text(Log(entries, log.unverified | {lane}))))
     replace_all(root, edits, Operation(ROLLBACK, lane))
     return entry
+
+
+def set_unverified(root: Path, lane: str, unverified: bool) -> None:
+    """List a lane as unverified, or not any more. Raises AdoptionError, OSError."""
+    log = load(root)
+    lanes = log.unverified | {lane} if unverified else log.unverified - {lane}
+    if log.entries or lanes:
+        write_atomic(root / FILE, text(Log(log.entries, lanes)))
+    else:
+        (root / FILE).unlink(missing_ok=True)
 
 
 def _old(root: Path, entry: Adoption, path: str) -> str | None:

@@ -122,6 +122,41 @@ def test_adoption_that_was_cut_short_is_all_that_is_undone(tree: AdoptTree) -> N
     assert tree.files() == before
 
 
+@planted("C39", "a rollback whose rebuild fails, and that is repeated")
+@pytest.mark.parametrize("adoption", [(), ("--adoption",)])
+def test_failed_rollback_is_finished_before_another_one(
+    tree: AdoptTree, tmp_path: Path, adoption: tuple[str, ...]
+) -> None:
+    before = adopted(tree)
+    (tree.home / "store").rename(tmp_path / "store")
+    (tmp_path / "none").mkdir()
+    index, cache = tree.env["UV_DEFAULT_INDEX"], tree.env["UV_CACHE_DIR"]
+    tree.env |= {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/none", "UV_CACHE_DIR": str(tmp_path / "none")}
+    for first in (True, False):
+        done = tree.bumpgate(*UNDO)
+        assert done.code, done.out
+        assert done.out.startswith("restored " if first else "the files of lane cpu are restored, its set is")
+        words = "the files of lane cpu are restored, but its set is not verified: finish it with: bumpgate rollback cpu"
+        assert words in done.err.splitlines()
+        assert written(tree) == before
+    assert adoptions.load(tree.root).unverified == {"cpu"}
+    tree.env |= {"UV_DEFAULT_INDEX": index, "UV_CACHE_DIR": cache}
+    done = undone(tree, before, "rollback", "cpu", *adoption, "--no-smoke")
+    assert "rollback cpu: 2 wheels built by their hashes in " in done.out
+    assert adoptions.load(tree.root).unverified == frozenset()
+    assert tree.bumpgate(*UNDO).code == 0
+    assert (tree.root / "wheels/manifest.toml").read_text() == EARLIER
+
+
+def test_adoption_supersedes_an_unverified_rollback(tree: AdoptTree) -> None:
+    log = adoptions.load(tree.root)
+    (entry,) = log.entries
+    later = adoptions.Log(log.entries, frozenset({"cpu", "h200"})).adding(entry)
+    assert (later.entries, later.unverified) == ((entry, entry), {"h200"})
+    tree.write(LOG, adoptions.text(later))
+    assert adoptions.load(tree.root) == later
+
+
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"files": {}}', '{"kind": "adoption", "lane": "cpu", "files": 1}']
 )
