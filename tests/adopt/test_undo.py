@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bumpgate.env.locks import lane_lock
 from bumpgate.history import adoptions
 from bumpgate.history.adoptions import Adoption
 from bumpgate.run.edits import ADOPTION, JOURNAL, Operation, digest
@@ -146,6 +147,20 @@ def test_failed_rollback_is_finished_before_another_one(
     assert adoptions.load(tree.root).unverified == frozenset()
     assert tree.bumpgate(*UNDO).code == 0
     assert (tree.root / "wheels/manifest.toml").read_text() == EARLIER
+
+
+def test_first_adoption_of_a_lane_without_a_lock_is_undone(tree: AdoptTree) -> None:
+    lane_lock(tree.root, "cpu").unlink()
+    gate = tree.bumpgate("gate", "--lane", "cpu", "--candidate", "torch==9.10.0", "--out", "first")
+    assert gate.code == 0, gate.err
+    before = written(tree)
+    assert tree.bumpgate("adopt", "first/gate.json").code == 0
+    done = undone(tree, before)
+    words = "rollback cpu: the lane had no lock before the adoption, so there is no set to rebuild"
+    assert (done.out.splitlines()[1:], done.err) == ([words], "")
+    assert not lane_lock(tree.root, "cpu").exists()
+    assert adoptions.load(tree.root).unverified == frozenset()
+    assert tree.bumpgate("rollback", "cpu").code == 4
 
 
 def test_adoption_supersedes_an_unverified_rollback(tree: AdoptTree) -> None:
