@@ -30,8 +30,8 @@ def reviewed(
         )
     if reasons and not rows:
         raise AdoptionError("--reason requires --reviewed: name the rows")
-    if not all(map(_is_reason, reasons)):
-        raise AdoptionError("--reason must be one line of text")
+    if faulty := [reason for reason in reasons if not _is_reason(reason)]:
+        raise AdoptionError(f"--reason must be one line of text in UTF-8, got {faulty[0]!r}")
     blocking = [f for f in gate.findings if f.decision is not Decision.ADOPT]
     by_row = {row: f for f in blocking for row in f.rows if f.decision is Decision.HOLD}
     named: dict[str, str] = {}
@@ -84,7 +84,10 @@ def _fault(entry: Any) -> str:
 
 
 def _is_reason(text: object) -> bool:
-    return isinstance(text, str) and bool(text.strip()) and len(text.splitlines()) == 1
+    """Return whether a value is one line of text. Bytes of an option that are not UTF-8 become surrogates."""
+    if not isinstance(text, str) or any("\ud800" <= character <= "\udfff" for character in text):
+        return False
+    return bool(text.strip()) and len(text.splitlines()) == 1
 
 
 def _cause(f: Finding) -> str:

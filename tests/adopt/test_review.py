@@ -93,6 +93,13 @@ def test_faulty_review_file_is_one_line(file: Path, name: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("reason", ["", " ", "two\nlines", b"caf\xe9".decode("utf-8", "surrogateescape")])
+def test_faulty_reason_is_one_line(reason: str) -> None:
+    with pytest.raises(AdoptionError) as caught:
+        reviewed(GATE, ["release/*", "compile/*"], ["fine", reason])
+    assert str(caught.value) == f"--reason must be one line of text in UTF-8, got {reason!r}"
+
+
 def test_missing_review_file_is_one_line(file: Path) -> None:
     with pytest.raises(AdoptionError, match=r"review.toml: cannot be read .No such file"):
         reasons(file)
