@@ -31,8 +31,9 @@ def moved_baseline(
 
     Accepted from the candidate's record: new rows, per-build values, wins (of a timed row, those that the paired
     sessions confirm), times that the sessions found no slower, and the rows of reviewed findings (`accepted_rows`),
-    unless sessions alone judge them; such a row is dropped if the candidate does not report it. Tolerances and notes
-    are kept. The rows of `given_up` are dropped. Raises AdoptionError on a reviewed row that no baseline can excuse.
+    unless sessions alone judge them; such a row is dropped if its test ran and does not report it any more. Tolerances
+    and notes are kept. The rows of `given_up` are dropped. Raises AdoptionError on a reviewed row that no baseline can
+    excuse.
     """
     record = gate.bad.record
     assert record is not None
@@ -58,6 +59,10 @@ def _change(
 ) -> BaselineChange | None:
     row, was = j.row, old.rows.get(j.row.id)
     named = row.id in accepted_rows
+    if named and row.unmeasured and not j.gone:
+        raise AdoptionError(
+            f"{row.id}: {j.reason}: no review can drop a row whose test did not run to its end, change its test"
+        )
     if row.unmeasured:
         return BaselineChange(row.id, was, None, "reviewed: not measured any more") if named and was else None
     verdict = judged(j, old, record).verdict

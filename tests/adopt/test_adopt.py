@@ -21,7 +21,7 @@ from bumpgate.run.binding import bind
 from bumpgate.run.edits import JOURNAL
 from suites.support.planted import planted
 from tests.support.adopting import LOG, MANIFEST, WRITTEN, AdoptTree, patched, wheels
-from tests.support.local_index import LocalIndex
+from tests.support.local_index import LocalIndex, fake_wheel
 
 pytestmark = pytest.mark.long(54)
 
@@ -288,6 +288,19 @@ def test_adopt_refuses_incomplete_review(tree: AdoptTree, name: str) -> None:
 def test_derived_row_cannot_be_reviewed_away(tree: AdoptTree) -> None:
     words = "release/facts/graph_breaks is red whatever the baseline holds (expected 13 (derived), measured 14 breaks"
     refused(tree, words.removesuffix(" breaks"), "9.12.0", "--reviewed", "release/*", "--reason", "one more")
+
+
+@planted("C39", "a test that crashes in the candidate takes its derived rows along")
+def test_row_of_a_crashed_test_cannot_be_reviewed_away(tree: AdoptTree) -> None:
+    """Of its rows, the first is reported and unchanged; the derived one is not."""
+    lines = {"torch/__init__.py": "__version__ = '9.14.0'\nCATEGORY = 'DeprecationWarning'\n"}
+    lines["torch/version.py"] = "__version__ = '9.14.0'\ngit_version = 'f00d'\n"
+    made = [*wheels(tree.home / "wheels"), fake_wheel(tree.home / "wheels", "torch", "9.14.0", lines)]
+    with LocalIndex(made) as index:
+        tree.env["UV_DEFAULT_INDEX"] = index.url
+        gate = tree.gate("9.14.0")
+        assert gate.code == 1, gate.out + gate.err
+        refused(tree, "change its test", "9.14.0", "--reviewed", "release/*", "--reason", "gone upstream")
 
 
 def test_adopt_refuses_edited_tree_and_missing_files(tree: AdoptTree) -> None:

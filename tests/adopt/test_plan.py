@@ -11,6 +11,8 @@ from bumpgate.adopt.plan import moved_baseline
 from bumpgate.core.baseline import Baseline, Reviewed, judge
 from bumpgate.core.gate_file import Paired
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
+from bumpgate.run.edits import AdoptionError
+from suites.support.planted import planted
 
 TEST = "suites/throughput/test_a.py::test_a[cpu]"
 ID = "throughput/nam52/seconds"
@@ -72,6 +74,32 @@ def test_win_moves_a_time_if_the_sessions_confirm_it(
 ) -> None:
     """Seen on an H200: tokens/s of a small model read 42 % higher once, and +4 % in [-25 %, +56 %] by sessions."""
     assert adopted(0.5, (0.45, 0.55), outcome, fastest) == expected
+
+
+def unreported(reason: str, *, gone: bool) -> Judgement:
+    row = Row(ID, None, "s", 0, "", better="lower", test=TEST)
+    return Judgement(row, Verdict.MISSING, reason, gone=gone)
+
+
+@planted("C39", "a test that crashes in the candidate before it reports a derived row")
+@pytest.mark.parametrize("old", [OLD, Baseline("cpu", {}, {})])
+def test_row_of_a_failed_test_cannot_be_reviewed_away(old: Baseline) -> None:
+    record = Record({"lane": "cpu"}, (unreported(f"not reported by {TEST}: no torch.x", gone=False),))
+    gate: Any = SimpleNamespace(bad=SimpleNamespace(record=record), timed={})
+    with pytest.raises(AdoptionError) as caught:
+        moved_baseline(gate, old, [ID])
+    assert str(caught.value) == (
+        f"{ID}: not reported by {TEST}: no torch.x: no review can drop a row whose test did not run to its end,"
+        " change its test"
+    )
+    assert moved_baseline(gate, old, ())[0].rows == old.rows
+
+
+def test_row_that_its_test_reports_no_more_is_dropped() -> None:
+    record = Record({"lane": "cpu"}, (unreported(f"{TEST} no longer reports it", gone=True),))
+    gate: Any = SimpleNamespace(bad=SimpleNamespace(record=record), timed={})
+    baseline, changes, left = moved_baseline(gate, OLD, [ID])
+    assert (baseline.rows, [c.why for c in changes], left) == ({}, ["reviewed: not measured any more"], [])
 
 
 def test_reviewed_row_without_a_reviewed_value_stays_paired() -> None:
