@@ -14,7 +14,7 @@ import typer
 from filelock import FileLock
 from packaging.utils import canonicalize_name
 
-from bumpgate.adopt.kernels import check_manifest, check_without, given_up_rows, moved_manifest
+from bumpgate.adopt.kernels import check_manifest, check_without, given_up_rows, lost_rows, moved_manifest
 from bumpgate.adopt.measured import (
     MeasuredSet,
     Named,
@@ -226,7 +226,8 @@ def _adopting(
     row = moved_manifest(root, lane, lock, torch, without)
     check_manifest(manifest, row)
     old = load(reviewed_rows, lane, missing_ok=True)
-    given_up = given_up_rows(gate, old) if without else frozenset[str]()
+    lost = lost_rows(gate, old)
+    given_up = given_up_rows(lost, without)
     new, moved_rows, left = moved_baseline(gate, old, {r.row for r in findings}, given_up)
     after = {
         locked: lock_text(lock),
@@ -259,7 +260,10 @@ def _adopting(
     edits.append(Edit(adoptions.FILE, read(root / adoptions.FILE), adoptions.text(log)))
     packages = changes(versions, lock.versions)
     rows = baseline_diff(old, new, moved_rows)
-    return Adopting(tuple(edits), measured, _summary(gate, entry, packages, rows, left, len(given_up)))
+    others = [f"{row} ({why})" for row, why in lost.items() if row not in given_up]
+    return Adopting(
+        tuple(edits), measured, _summary(gate, entry, packages, rows, left, len(given_up), others)
+    )
 
 
 def _summary(
@@ -269,6 +273,7 @@ def _summary(
     rows: str,
     left: Sequence[str],
     given_up: int,
+    others: Sequence[str],
 ) -> str:
     """Return the summary: what moved, old -> new, and the reasons."""
     lines = [
@@ -282,6 +287,7 @@ def _summary(
             if entry.without
             else []
         ),
+        *([f"not run in the candidate, kept in the baseline: {some(others)}"] if others else []),
         "baseline:" if rows else "baseline: nothing moved",
         *(f"  {line}" for line in rows.splitlines()),
         *(f"  stays red, as in the adopted set: {row}" for row in left),

@@ -18,6 +18,7 @@ from bumpgate.env.locks import Lock, Wheel, lane_lock, read_lock
 from bumpgate.env.manifest import KernelWheel, ManifestError, label, load
 from bumpgate.env.request import kernel_wheels, require_kernel_wheels
 from bumpgate.run.edits import AdoptionError, read
+from bumpgate.wheels.fitting import names
 
 # What a manifest states of the sources of one version.
 OF_SOURCES = ("sdist", "patch")
@@ -110,14 +111,19 @@ def _rebuilt(
     }
 
 
-def given_up_rows(gate: GateFile, old: Baseline) -> frozenset[str]:
-    """Return the reviewed rows that the adopted side measured, and the candidate need not: those of absent wheels.
+def lost_rows(gate: GateFile, old: Baseline) -> dict[str, str]:
+    """Return the reviewed rows that the adopted side measured, and the candidate need not, with the reason.
 
     What the machine cannot show is NOT RUN on both sides.
     """
     good, bad = (_measured(side.record) for side in (gate.good, gate.bad))
-    absent = gate.bad.record.not_run.keys() if gate.bad.record else set[str]()
-    return frozenset((good - bad) & absent & old.rows.keys())
+    absent = gate.bad.record.not_run if gate.bad.record else {}
+    return {row: absent[row] for row in sorted((good - bad) & absent.keys() & old.rows.keys())}
+
+
+def given_up_rows(lost: Mapping[str, str], without: Collection[str]) -> frozenset[str]:
+    """Return the lost rows whose reason names a kernel wheel that is given up."""
+    return frozenset(row for row, why in lost.items() if any(names(why, name) for name in without))
 
 
 def _measured(record: Record | None) -> set[str]:

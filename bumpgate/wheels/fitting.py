@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -60,7 +61,9 @@ def fit(
             say(f"refused: {reason}")
         say(f"{choice.package} {choice.version}: {choice.action}: {choice.reason}")
     absent = {
-        c.package: f"not built: {c.reason}" if c.action == BUILD else c.reason for c in choices if not c.wheel
+        c.package: _naming(c.package, f"not built: {c.reason}" if c.action == BUILD else c.reason)
+        for c in choices
+        if not c.wheel
     }
     files = {c.package: _kept(c.wheel) for c in choices if c.wheel}
     if files:
@@ -69,6 +72,18 @@ def fit(
         environment = build(request, say=say)
     missing(root, lane, environment.python)
     return Fitted(environment, request, absent)
+
+
+def names(reason: str, package: str) -> bool:
+    """Return whether a reason why rows are not run names a package: as one word, or by a wheel file."""
+    words = re.findall(r"[\w.+-]+", reason)
+    found = (word.partition("-")[0] if word.endswith(".whl") else word.rstrip(".-") for word in words)
+    return canonicalize_name(package) in map(canonicalize_name, found)
+
+
+def _naming(package: str, reason: str) -> str:
+    """Return a reason that names the package: `bumpgate adopt --without` finds the package's rows by it."""
+    return reason if names(reason, package) else f"{package}: {reason}"
 
 
 def _kept(path: Path) -> Path:

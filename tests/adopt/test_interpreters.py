@@ -177,6 +177,24 @@ def test_packages_of_both_sides_are_listed(tree: PreparedTree, links: tuple[str,
     assert entry.not_in_lock == {"helper-a": "1.0", "helper-b": "2.0"}
 
 
+def test_rows_absent_for_another_reason_are_kept(tree: PreparedTree, links: tuple[str, ...]) -> None:
+    def lose(raw: dict[str, Any]) -> None:
+        raw["provenance"]["not_run"].append("release/facts/code_hash: liger_kernel is not installed")
+        raw["rows"] = [j for j in raw["rows"] if j["row"]["id"] != "release/facts/code_hash"]
+
+    edit(tree, lose, "bad")
+    done = adopt(tree, *CANDIDATE, *WITHOUT, *links, *REVIEWED, "--no-store")
+    assert done.code == 0, done.err
+    listed = "release/facts/code_hash (liger_kernel is not installed)"
+    assert (
+        f"given up: faster, with 1 row\nnot run in the candidate, kept in the baseline: {listed}\n"
+        in done.out
+    )
+    rows = load(tree.root / "baselines/cpu.json", "cpu").rows
+    assert rows["release/facts/code_hash"].value == "aaaa"
+    assert "kernels/faster/over_peer" not in rows
+
+
 OPTIONS = {
     "no candidate": (
         (*WITHOUT,),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bumpgate.adopt.kernels import check_manifest, check_without, given_up_rows, moved_manifest
+from bumpgate.adopt.kernels import check_manifest, check_without, given_up_rows, lost_rows, moved_manifest
 from bumpgate.core.baseline import Baseline, Reviewed
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.core.toml import tomllib
@@ -135,13 +135,37 @@ def record(*not_run: str, **rows: int | None) -> SimpleNamespace:
     return SimpleNamespace(record=Record({"not_run": [f"{row}: why" for row in not_run]}, tuple(judged)))
 
 
-def test_rows_given_up_are_those_that_only_the_wheel_gives() -> None:
+def test_lost_rows_are_those_that_only_the_adopted_side_has() -> None:
     old = Baseline(
         "h200", {}, dict.fromkeys(("a/b/peer", "a/b/tpu", "a/b/own", "a/b/lost"), Reviewed(1, "n", "exact"))
     )
     good = record("a/b/tpu", peer=1, own=1, new=1, lost=1, gone=None)
     bad = record("a/b/peer", "a/b/tpu", "a/b/new", "a/b/own", "a/b/gone", own=1)
     gate: Any = SimpleNamespace(good=good, bad=bad)
-    assert given_up_rows(gate, old) == {"a/b/peer"}
+    assert lost_rows(gate, old) == {"a/b/peer": "why"}
     gate.good = SimpleNamespace(record=None)
-    assert given_up_rows(gate, old) == frozenset()
+    assert lost_rows(gate, old) == {}
+
+
+@pytest.mark.parametrize(
+    ("reason", "own"),
+    [
+        ("flash-attn is not installed (--without)", True),
+        ("flash_attn is not installed", True),
+        ("mamba_ssm is not installed; flash_attn is not installed", True),
+        ("lane h200 has given flash-attn up (wheels/manifest.toml)", True),
+        ("flash-attn 2.8.3 is built for torch 2.11, not 2.15.0", True),
+        ("flash_attn-2.8.3+cu130-cp312-cp312-linux_x86_64.whl: sha256 aaaa, expected bbbb", True),
+        ("not built: bumpgate wheels build --lane h200 --torch 2.15.0 --package flash-attn", True),
+        ("no wheel of flash-attn 2.8.3 was found", True),
+        ("flash-attn: flash_attn_2_cuda.so needs libc10_cuda.so, which torch 2.15.0 does not have", True),
+        ("liger_kernel is not installed", False),
+        ("flash-attn-3 is not installed", False),
+        ("flash is not installed", False),
+        ("no allocator here", False),
+    ],
+)
+def test_rows_are_given_up_if_their_reason_names_the_wheel(reason: str, own: bool) -> None:
+    lost = {"a/b/one": reason, "a/b/two": "liger_kernel is not installed"}
+    assert given_up_rows(lost, ("flash-attn",)) == ({"a/b/one"} if own else frozenset())
+    assert given_up_rows(lost, ()) == frozenset()
