@@ -18,9 +18,9 @@ from bumpgate.adopt.kernels import check_manifest, check_without, given_up_rows,
 from bumpgate.adopt.measured import (
     MeasuredSet,
     Named,
+    adopted_differences,
     canonical,
     check_named,
-    differences,
     measured_set,
     some,
 )
@@ -196,7 +196,8 @@ def _check_adopted(root: Path, path: Path, gate: GateFile) -> None:
     lock = lane_lock(root, gate.lane)
     if not (gate.config.get("python_good") and lock.exists()):
         return
-    if moved := differences(read_lock(lock), gate.good.packages):
+    reviewed = load(root / f"baselines/{gate.lane}.json", gate.lane, missing_ok=True)
+    if moved := adopted_differences(read_lock(lock), gate.good, reviewed):
         raise AdoptionError(
             f"{path} does not compare with the adopted set ({some(moved)}): gate without --python-good, or with the"
             f" interpreter that this builds: bumpgate rollback {gate.lane} --no-smoke"

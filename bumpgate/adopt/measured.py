@@ -7,18 +7,21 @@ user names, and must be what the gate recorded.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from bumpgate.core.gate_file import GateFile
+from bumpgate.core.baseline import Baseline
+from bumpgate.core.gate_file import GateFile, GateSide
+from bumpgate.core.rows import Record
 from bumpgate.env.build import resolve
-from bumpgate.env.freeze import changes, lock_of
-from bumpgate.env.inventory import content_of
+from bumpgate.env.freeze import changes, fetch, lock_of
+from bumpgate.env.inventory import content_of, version_of
 from bumpgate.env.locks import Lock, Wheel
 from bumpgate.env.request import Request, kernel_wheels, lane_request
 from bumpgate.env.store import sha256_of, store_root
@@ -56,7 +59,7 @@ def check_named(path: Path, gate: GateFile, named: Named) -> None:
     """Raise AdoptionError (one line) unless the options name the candidate's set exactly if the gate does not."""
     if gate.config.get("python_bad"):
         if not named.candidate:
-            torch = gate.bad.packages.get("torch", "X").partition("+")[0]
+            torch = gate.bad.packages.get("torch", "X")
             raise AdoptionError(
                 f"{path}: the candidate was an interpreter (--python-bad): name the requirement whose set it is:"
                 f" bumpgate adopt {shlex.quote(str(path))} --candidate 'torch=={torch}'"
@@ -102,23 +105,59 @@ def canonical(packages: Mapping[str, str]) -> dict[str, str]:
     return {str(canonicalize_name(name)): version for name, version in packages.items()}
 
 
-def differences(lock: Lock, packages: Mapping[str, str]) -> list[str]:
+def differences(lock: Lock, packages: Mapping[str, str], known: Collection[str] = ()) -> list[str]:
     """Return the packages of a lock that an interpreter has in another version, one line each: lock -> interpreter.
 
-    A version that the lock has without a local label, as an index may list it, is any build of that version.
+    known: packages whose build is shown to be the same, so that their version may lack the label in the lock.
     """
     have = canonical(packages)
     others = {name: have.get(name, "(absent)") for name in lock.versions}
-    same = {name: version for name, version in others.items() if _same(lock.versions[name], version)}
+    same = {n: v for n, v in others.items() if _same(lock.versions[n], v, labelled=n in known)}
     return changes(lock.versions, others | {name: lock.versions[name] for name in same})
 
 
-def _same(locked: str, installed: str) -> bool:
+def _same(locked: str, installed: str, *, labelled: bool) -> bool:
+    """Return whether two versions are equal. labelled: or the interpreter's is, but for a label that the lock omits."""
     try:
         ours, theirs = Version(locked), Version(installed)
     except InvalidVersion:
         return locked == installed
-    return ours == theirs or (ours.local is None and ours == Version(theirs.public))
+    return ours == theirs or (labelled and ours.local is None and ours == Version(theirs.public))
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """What torch/version.py states of a build; "" if unknown. version: with its variant. git: the commit."""
+
+    version: str
+    git: str
+
+    @classmethod
+    def of(cls, stated: Mapping[str, Any], version: str, git: str) -> TorchBuild:
+        """Return the build that these entries state."""
+        return cls(str(stated.get(version) or ""), str(stated.get(git) or ""))
+
+    def shown_same(self, other: TorchBuild) -> bool:
+        """Return whether both are known to be one build."""
+        return bool(self.version and self.git) and self == other
+
+    def __str__(self) -> str:
+        return f"{self.version or 'of an unknown version'} (git {self.git[:12] or 'unknown'})"
+
+
+def measured_torch(record: Record | None) -> TorchBuild:
+    """Return the torch that a run has imported."""
+    return TorchBuild.of(record.provenance if record else {}, "torch", "torch_git")
+
+
+def adopted_differences(lock: Lock, side: GateSide, baseline: Baseline) -> list[str]:
+    """Return the differences of a lane's lock to the adopted side of a gate.
+
+    torch may lack its label in the lock if the baseline was made with that build: PyPI lists 2.11.0+cu130 as 2.11.0.
+    """
+    reviewed = TorchBuild.of(baseline.made_with, "torch", "torch_git")
+    known = ("torch",) if reviewed.shown_same(measured_torch(side.record)) else ()
+    return differences(lock, side.packages, known)
 
 
 def some(lines: Sequence[str]) -> str:
@@ -147,12 +186,39 @@ def _of_interpreter(root: Path, path: Path, gate: GateFile, named: Named, python
             sources[package.wheels[0]] = path_of.as_uri()
     again = f"and gate again, or gate the set itself: bumpgate gate --lane {gate.lane} --candidate"
     again += f" {shlex.quote(named.candidate)}"
-    if moved := differences(lock, gate.bad.packages):
+    known = {*files, *_known_torch(path, gate, named, lock, sources)}
+    if moved := differences(lock, gate.bad.packages, known):
         raise AdoptionError(
             f"{path}: the interpreter did not have the set of {named.candidate} (set -> interpreter: {some(moved)}):"
             f" install these versions in {gate.bad.python} {again}"
         )
     return MeasuredSet(named.candidate, lock, sources, _unlocked(path, gate, lock, again))
+
+
+def _known_torch(
+    path: Path, gate: GateFile, named: Named, lock: Lock, sources: Mapping[Wheel, str]
+) -> tuple[str, ...]:
+    """Return ("torch",) if only the label tells the resolved torch from the interpreter's, and it is the same build.
+
+    Raises AdoptionError if it is another one. The wheel is fetched into the wheel store.
+    """
+    locked = next((p for p in lock.packages if p.name == "torch"), None)
+    version = canonical(gate.bad.packages).get("torch", "")
+    if (
+        locked is None
+        or _same(locked.version, version, labelled=False)
+        or not _same(locked.version, version, labelled=True)
+    ):
+        return ()
+    wheel = locked.wheels[0]
+    stated = version_of(fetch(wheel, sources[wheel]))
+    found, measured = TorchBuild.of(stated, "__version__", "git_version"), measured_torch(gate.bad.record)
+    if not found.shown_same(measured):
+        raise AdoptionError(
+            f"{path}: the interpreter had torch {version}, which is {measured}, and {wheel.file} of the set is {found}:"
+            f" name the variant that was measured: --candidate {shlex.quote(f'torch=={version}')} --index URL"
+        )
+    return ("torch",)
 
 
 def _unlocked(path: Path, gate: GateFile, lock: Lock, again: str) -> dict[str, str]:

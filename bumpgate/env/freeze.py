@@ -107,9 +107,14 @@ def fill_store(
     """Put every wheel of a lock into the wheel store; intact ones are kept. say: called with a line per download."""
     for package in lock.packages:
         for wheel in package.wheels:
-            if store.find(wheel) is None:
-                say(f"fetching {wheel.file}")
-            store.put(wheel, _blocks(sources[wheel]))
+            fetch(wheel, sources[wheel], say)
+
+
+def fetch(wheel: Wheel, url: str, say: Callable[[str], None] = lambda line: None) -> Path:
+    """Put a wheel into the wheel store, unless it is there, and return its path. say: called before a download."""
+    if store.find(wheel) is None:
+        say(f"fetching {wheel.file}")
+    return store.put(wheel, _blocks(url))
 
 
 def store_adopted(root: Path, lane: str, say: Callable[[str], None] = lambda line: None) -> list[str]:
@@ -130,8 +135,7 @@ def store_adopted(root: Path, lane: str, say: Callable[[str], None] = lambda lin
         sources = {}
     for wheel in missing:
         if wheel in sources:
-            say(f"fetching {wheel.file}")
-            store.put(wheel, _blocks(sources[wheel]))
+            fetch(wheel, sources[wheel], say)
     return [wheel.file for wheel in missing if wheel not in sources]
 
 

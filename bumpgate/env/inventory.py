@@ -6,8 +6,10 @@ the version is known even if torch crashes at import.
 
 from __future__ import annotations
 
+import ast
 import csv
 import hashlib
+import inspect
 import io
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -20,9 +22,29 @@ from packaging.utils import canonicalize_name
 from bumpgate.run.interpreter import Interpreter
 
 SECONDS = 60
-PROGRAM = r'''
-import ast, hashlib, importlib.machinery, importlib.metadata, importlib.util, json, os, platform, sys
+VERSION_FILE = "torch/version.py"
 
+
+def constants(text: str) -> dict[str, Any]:
+    """Return the literals that a module assigns, none if it is not Python."""
+    found: dict[str, Any] = {}
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError):
+        return found
+    for node in body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            if isinstance(target, ast.Name) and isinstance(node.value, ast.Constant):
+                found[target.id] = node.value.value
+    return found
+
+
+PROGRAM = f"""
+from __future__ import annotations
+import ast, hashlib, importlib.machinery, importlib.metadata, importlib.util, json, os, platform, sys
+{inspect.getsource(constants)}"""
+PROGRAM += r'''
 def where(name, path=None):
     """Directory of the package that `import name` finds: on this path, else by every finder (editable installs)."""
     try:
@@ -33,18 +55,12 @@ def where(name, path=None):
     places = list(spec.submodule_search_locations or []) if spec else []
     return places[0] if places else spec and spec.origin
 
-def constants(path):
-    """The literals that torch/version.py assigns."""
-    found = {}
+def text(path):
+    """The text of a file; "" if it cannot be read."""
     try:
-        body = ast.parse(open(path, encoding="utf-8").read()).body
-    except (OSError, SyntaxError, ValueError):
-        return found
-    for node in body:
-        target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
-        if isinstance(target, ast.Name) and isinstance(node.value, ast.Constant):
-            found[target.id] = node.value.value
-    return found
+        return open(path, encoding="utf-8").read()
+    except (OSError, ValueError):
+        return ""
 
 def content(files):
     """Digest of the files that the wheel brought, with their hashes; "" if the installer recorded none."""
@@ -68,7 +84,7 @@ torch = where("torch")
 print(json.dumps({
     "python": platform.python_version(), "implementation": platform.python_implementation(),
     "kernels": where("kernels"), "kernels_of_scripts": where("kernels", scripts),
-    "torch": torch, "version": constants(os.path.join(torch or "", "version.py")),
+    "torch": torch, "version": constants(text(os.path.join(torch or "", "version.py"))),
     "distributions": [describe(d) for d in importlib.metadata.distributions() if d.metadata["Name"]],
 }))
 '''
@@ -151,6 +167,15 @@ def content_of(wheel: Path) -> str:
     except (OSError, StopIteration, ValueError, zipfile.BadZipFile):
         return ""
     return _digest((line[0], line[1].partition("=")[2]) for line in csv.reader(io.StringIO(text)) if line[1:])
+
+
+def version_of(wheel: Path) -> dict[str, Any]:
+    """Return what torch/version.py of a wheel of torch assigns; empty if it has none."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            return constants(archive.read(VERSION_FILE).decode("utf-8"))
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+        return {}
 
 
 def _digest(hashes: Iterable[tuple[str, str]]) -> str:

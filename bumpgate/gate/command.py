@@ -205,7 +205,7 @@ def _adoption(config: GateConfig, found: GateFile, path: Path) -> str:
     """Return the command that adopts the candidate of a gate."""
     words = ["bumpgate", "adopt", str(path)]
     if config.python_bad:
-        words += ["--candidate", f"torch=={found.bad.packages.get('torch', 'X').partition('+')[0]}"]
+        words += ["--candidate", f"torch=={found.bad.packages.get('torch', 'X')}"]
         words += [w for name in config.without if name not in found.bad.wheels for w in ("--without", name)]
     holds = found.decision is not Decision.ADOPT
     return shlex.join(words) + " --reviewed ROW --reason TEXT, for each intended change" * holds

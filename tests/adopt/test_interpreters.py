@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from bumpgate.adopt.measured import differences, some
+from bumpgate.adopt.measured import some
 from bumpgate.core.baseline import load
 from bumpgate.env.inventory import content_of
-from bumpgate.env.locks import Lock, Locked, Wheel, lane_lock, read_lock
+from bumpgate.env.locks import lane_lock, read_lock
 from bumpgate.env.store import sha256_of
 from bumpgate.history import adoptions
 from suites.support.planted import planted
@@ -274,6 +274,14 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
         "has packages that neither the set nor the adopted side has: apex 1.0: uninstall them",
         lambda raw: (both_sides(raw, apex="1.0"), raw["sides"]["good"]["packages"].update(apex="0.9")),
     ),
+    "other variant of the adopted side": (
+        "does not compare with the adopted set (torch 9.9.0 -> 9.9.0+cpu): gate without --python-good, or with the",
+        lambda raw: raw["sides"]["good"]["packages"].update(torch="9.9.0+cpu"),
+    ),
+    "other label": (
+        "(set -> interpreter: pytest 99.0 -> 99.0+mine): install these versions in ",
+        lambda raw: raw["sides"]["bad"]["packages"].update(pytest="99.0+mine"),
+    ),
     "no content": (
         "the gate does not record the files of fast 1.0 in ",
         lambda raw: raw["sides"]["bad"].pop("wheels"),
@@ -296,30 +304,50 @@ def test_interpreter_with_another_set_is_refused(
     refused(tree, words, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
 
 
+def label(tree: PreparedTree, **provenance: str | None) -> None:
+    """Make the candidate's torch 9.11.0+cpu by its metadata. The index has 9.11.0."""
+    edit(tree, lambda raw: raw["sides"]["bad"]["packages"].update(torch="9.11.0+cpu"))
+    edit(tree, lambda raw: raw["provenance"].update(provenance), "bad")
+
+
+VARIANTS: dict[str, tuple[dict[str, str | None], str]] = {
+    "variant": ({"torch": "9.11.0+cpu"}, "9.11.0+cpu (git f00d)"),
+    "commit": ({"torch_git": "beef"}, "9.11.0 (git beef)"),
+    "no commit": ({"torch_git": None}, "9.11.0 (git unknown)"),
+    "no version": ({"torch": None}, "of an unknown version (git f00d)"),
+}
+
+
+@planted("C39", "another variant of torch, whose label the index omits")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_build_of_a_labelled_torch_is_refused(
+    tree: PreparedTree, links: tuple[str, ...], name: str
+) -> None:
+    provenance, build = VARIANTS[name]
+    label(tree, **provenance)
+    words = (
+        f"the interpreter had torch 9.11.0+cpu, which is {build}, and torch-9.11.0-py3-none-any.whl of the set is"
+        " 9.11.0 (git f00d): name the variant that was measured: --candidate torch==9.11.0+cpu --index URL\n"
+    )
+    refused(tree, words, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
+    hint = (
+        "name the requirement whose set it is: bumpgate adopt g/gate.json --candidate 'torch==9.11.0+cpu'\n"
+    )
+    refused(tree, hint, *WITHOUT, *links, *REVIEWED)
+
+
+def test_build_whose_label_the_index_omits_is_adopted(tree: PreparedTree, links: tuple[str, ...]) -> None:
+    label(tree)
+    done = adopt(tree, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
+    assert done.code == 0, done.err
+    assert read_lock(lane_lock(tree.root, "cpu")).versions["torch"] == "9.11.0"
+
+
 def test_interpreter_of_another_python_is_refused(tree: PreparedTree, links: tuple[str, ...]) -> None:
     python = read_lock(lane_lock(tree.root, "cpu")).python
     edit(tree, lambda raw: raw["provenance"].update(python="3.7.9"), "bad")
     words = f"the candidate ran Python 3.7, and the set of lane cpu is for {python}: gate an interpreter of Python"
     refused(tree, words, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
-
-
-@pytest.mark.parametrize(
-    ("locked", "installed", "same"),
-    [
-        ("2.15.0", "2.15.0", True),
-        ("2.15.0", "2.15.0+cu130", True),
-        ("2.15.0+cu130", "2.15.0+cu130", True),
-        ("2.15.0+cpu", "2.15.0+cu130", False),
-        ("2.15.0+cu130", "2.15.0", False),
-        ("2.15.0", "2.15.1", False),
-        ("2.15.0", "2.15.0.post1+cu130", False),
-        ("1.0", "1.0.0", True),
-        ("1.0", "of a fork", False),
-    ],
-)
-def test_label_that_an_index_omits_is_no_difference(locked: str, installed: str, same: bool) -> None:
-    lock = Lock((Locked("torch", locked, (Wheel("torch.whl", ""),)),))
-    assert differences(lock, {"Torch": installed}) == ([] if same else [f"torch {locked} -> {installed}"])
 
 
 def test_first_differences_are_shown() -> None:
