@@ -186,7 +186,7 @@ def _of_interpreter(root: Path, path: Path, gate: GateFile, named: Named, python
             sources[package.wheels[0]] = path_of.as_uri()
     again = f"and gate again, or gate the set itself: bumpgate gate --lane {gate.lane} --candidate"
     again += f" {shlex.quote(named.candidate)}"
-    known = {*files, *_known_torch(path, gate, named, lock, sources)}
+    known = {*files, *_known_torch(path, gate, lock, sources)}
     if moved := differences(lock, gate.bad.packages, known):
         raise AdoptionError(
             f"{path}: the interpreter did not have the set of {named.candidate} (set -> interpreter: {some(moved)}):"
@@ -195,10 +195,8 @@ def _of_interpreter(root: Path, path: Path, gate: GateFile, named: Named, python
     return MeasuredSet(named.candidate, lock, sources, _unlocked(path, gate, lock, again))
 
 
-def _known_torch(
-    path: Path, gate: GateFile, named: Named, lock: Lock, sources: Mapping[Wheel, str]
-) -> tuple[str, ...]:
-    """Return ("torch",) if only the label tells the resolved torch from the interpreter's, and it is the same build.
+def _known_torch(path: Path, gate: GateFile, lock: Lock, sources: Mapping[Wheel, str]) -> tuple[str, ...]:
+    """Return ("torch",) if the resolved torch lacks only the label of the interpreter's, and is the same build.
 
     Raises AdoptionError if it is another one. The wheel is fetched into the wheel store.
     """
