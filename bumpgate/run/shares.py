@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from bumpgate.core.errors import BumpgateError
 
@@ -54,14 +53,15 @@ def merged(shares: Sequence[GpuShare]) -> GpuShare:
 
 
 def parts(shares: Sequence[GpuShare], number: int) -> list[list[GpuShare]]:
-    """Return `number` groups of about equally many neighbouring shares, for lanes that run at the same time.
+    """Return `number` groups of equally many neighbouring shares, for lanes that run at the same time.
 
-    Raises ValueError on fewer shares than that.
+    Shares that are left over are unused: a lane with more GPUs and cores would be measured on another machine than the
+    others. Raises ValueError on fewer shares than lanes.
     """
     if not 1 <= number <= len(shares):
         raise ValueError(f"{len(shares)} shares cannot be given to {number} lanes")
-    ends = [len(shares) * i // number for i in range(number + 1)]
-    return [list(shares[a:b]) for a, b in pairwise(ends)]
+    size = len(shares) // number
+    return [list(shares[i * size : (i + 1) * size]) for i in range(number)]
 
 
 def requested(text: str, count: int, present: int) -> list[str]:

@@ -64,6 +64,15 @@ def test_lanes_of_both_sides_run_at_once_on_their_gpus(calls: Calls, machine: Ma
     assert found[:2] == [both, both], "the canaries, then the lane"
 
 
+def test_lanes_on_three_gpus_have_equal_machines(calls: Calls, machine: Machine, out: Path) -> None:
+    """The third GPU is idle until the sessions, each of which runs on one GPU."""
+    machine.gate(out, ON_GPU, shares=divide(["0", "1", "2"], 1, range(24)))
+    found = calls.table("CUDA_VISIBLE_DEVICES", "BUMPGATE_SHARE")
+    both = [("good", "0", str([*range(8)])), ("bad", "1", str([*range(8, 16)]))]
+    assert found[:2] == [both, both]
+    assert [call[1] for call in found[2]] == ["0", "1", "2"]
+
+
 def test_sessions_run_at_once_and_in_order(calls: Calls, machine: Machine, out: Path) -> None:
     """They have the orders AB, BA, BA, AB and the caches that they would have one after the other."""
     gate = machine.gate(out, ON_GPU, shares=FOUR)
