@@ -132,7 +132,7 @@ def command(
         python_bad=_absolute(python_bad),
         python_anchor=_absolute(python_anchor),
         sessions=sessions,
-        selection=(metrics.test_path(lane),)
+        selection=(metrics.test_path(lane, shell),)
         if shell
         else (*([result.FAST] if fast else []), *(selection or ())),
         candidate_file=_file_digest(candidate),
@@ -266,7 +266,10 @@ def _begin(config: GateConfig, plan: SessionPlan, out: Path, resume: bool, now: 
     if not resume:
         raise GateError(f"{where} is of an unfinished gate: continue it with --resume, or name another --out")
     if found.config != config:
-        names = [n for n in vars(config) if getattr(config, n) != getattr(found.config, n)]
+        derived = {"selection"} if config.command and found.config.command else set[str]()
+        names = [
+            n for n in vars(config) if n not in derived and getattr(config, n) != getattr(found.config, n)
+        ]
         raise GateError(f"{where} is of another gate (other {', '.join(names)}): name another --out")
     if found.binding is None or (differences := found.binding.differences(now)):
         what = "; ".join(differences) if found.binding else "no record of its work tree"

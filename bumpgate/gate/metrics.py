@@ -4,9 +4,11 @@ pytest tests. bumpgate/plugin/metrics.py runs the command and reads what it prin
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from bumpgate.core.rows import write_atomic
+from bumpgate.run.binding import GENERATED
 
 TEST = '''"""Written by `bumpgate gate --command`."""
 
@@ -21,13 +23,16 @@ def test_command(row, exclusive_machine):
 '''
 
 
-def test_path(lane: str) -> str:
-    """Return the path of the generated test below the root, where its node id holds in both environments."""
-    return f"build/gate/test_command_{lane}.py"
+def test_path(lane: str, command: str) -> str:
+    """Return the path of the generated test below the root, where its node id holds in both environments.
+
+    It is another one for each command, so that gates of several commands can run at the same time.
+    """
+    return f"{GENERATED}{lane}_{hashlib.sha256(command.encode()).hexdigest()[:12]}.py"
 
 
 def write_test(root: Path, lane: str, command: str) -> None:
     """Write the generated test of a command."""
-    path = root / test_path(lane)
+    path = root / test_path(lane, command)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, TEST.format(lane=lane, command=command))

@@ -25,6 +25,9 @@ CODE = (".py", ".cu", ".cuh", ".cc", ".cpp", ".h", ".hpp")
 SOURCES = (*CODE, ".toml", ".ini", ".cfg", ".json", ".yaml", ".yml", ".txt", ".npy", ".npz", ".safetensors")
 # Files that a run or a gate writes, by name.
 RESULTS = ("record.json", "smoke.json")
+# Start of the paths of the tests that `bumpgate gate --command` generates. A gate is bound to the command itself, and
+# another gate of the same tree may write its test meanwhile.
+GENERATED = "build/gate/test_command_"
 # A folder with one of these is an environment or the output of a gate, and not part of the tree.
 FOREIGN = ("pyvenv.cfg", "gate.json")
 # Paths that no row's value depends on. A baseline is written after the run that it accepts.
@@ -153,7 +156,8 @@ def _walk(root: Path) -> Iterator[str]:
 
 
 def _is_source(path: str) -> bool:
-    return path.endswith(SOURCES) and os.path.basename(path) not in RESULTS
+    generated = path.startswith(GENERATED) or os.path.basename(path) in RESULTS
+    return path.endswith(SOURCES) and not generated
 
 
 def _is_foreign(folder: Path) -> bool:

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from bumpgate.core.rows import Row, RowError
+from bumpgate.gate import metrics
 from bumpgate.plugin.metrics import FORMAT, report
+from bumpgate.run.binding import bind
 from tests.support.foreign import LANE, Foreign
+from tests.support.git_repository import GitRepository
 from tests.support.project import Result
 
 GOOD = {"name": "graphs", "value": 3, "unit": "graphs", "better": "exact"}
@@ -136,6 +139,18 @@ def test_gate_compares_a_command_in_two_environments(foreign: Foreign) -> None:
         *("--command", "python other.py", "--budget", "0", "--resume"),
     )
     assert (other.code, "is of another gate (other command)" in other.err) == (4, True), other.err
+
+
+def test_gates_of_two_commands_run_at_the_same_time(tmp_path: Path) -> None:
+    """Neither overwrites the test of the other one, nor is it an edit of the other one's tree."""
+    GitRepository(tmp_path).commit("one", {"pyproject.toml": ""})
+    small, large = "python bench.py --size small", "python bench.py --size large"
+    metrics.write_test(tmp_path, "mine", small)
+    before = bind(tmp_path)
+    metrics.write_test(tmp_path, "mine", large)
+    for command in (small, large):
+        assert f"report(row, {command!r})" in (tmp_path / metrics.test_path("mine", command)).read_text()
+    assert before.differences(bind(tmp_path)) == []
 
 
 def test_invalid_metric_line_makes_the_gate_unknown(foreign: Foreign) -> None:

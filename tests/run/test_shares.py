@@ -49,7 +49,9 @@ def test_shares_have_equal_numbers_of_neighbouring_cores() -> None:
 
 def test_lanes_at_once_get_neighbouring_shares() -> None:
     three = divide(FOUR[:3], 1, range(24))
-    assert parts(three, 2) == [three[:1], three[1:2]], "an odd share is unused: no lane gets twice the machine"
+    assert parts(three, 2) == [three[:1], three[1:2]], (
+        "an odd share is unused: no lane gets twice the machine"
+    )
     assert {len(merged(own).cores) for own in parts(three, 2)} == {8}
     assert parts(three, 1) == [three]
     assert merged(parts(divide(FOUR, 1, range(8)), 2)[1]) == GpuShare(("2", "3"), (4, 5, 6, 7))
