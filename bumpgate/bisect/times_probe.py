@@ -103,7 +103,7 @@ class TimedTest:
         if sessions is None:  # a killed probe continues with its caches; another one starts with empty ones
             shutil.rmtree(place / "caches", ignore_errors=True)
             sessions = Sessions(self.tests, self.plan, self.plan.budget, cache_pairs=COPIES)
-        with device_lock(lanes.require(self.root, self.lane).device, self.say):
+        with device_lock(lanes.require(self.root, self.lane), self.say):
             _Pair(self, {"good": good, "bad": environment}, place).measure(sessions)
         shutil.rmtree(place / "caches", ignore_errors=True)
         cause, failure = Cause.RAN, ""

@@ -152,7 +152,7 @@ def command(
     view = View(Console(stderr=True))
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with device_lock(needed.device, view.say, chosen):
+        with device_lock(needed, view.say, chosen):
             if shell:
                 metrics.write_test(root, lane, shell)
             now = bind(root, place)

@@ -37,14 +37,14 @@ POLL_SECONDS = 0.1
 def machine(*, exclusive: bool, patient: bool = False, place: Place | None = None) -> Iterator[None]:
     """Hold the machine: timed rows exclusively, everything else shared. patient: see locked().
 
-    place: of a run that has some of the machine's GPUs. It then holds the machine shared; a timed row its own GPU
-    exclusively, everything else all GPUs of the run shared.
+    place: of a run on GPUs. It holds the machine shared; a timed row its own GPUs exclusively, everything else all GPUs
+    of the run shared.
     """
     with ExitStack() as stack:
         stack.enter_context(locked(LOCK, exclusive=exclusive and not place, patient=patient))
         if place:
-            for gpu in [place.own] if exclusive else sorted(place.gpus):
-                stack.enter_context(locked(Path(f"{LOCK}-{gpu}"), exclusive=exclusive, patient=patient))
+            for gpu in place.own if exclusive else place.gpus:
+                stack.enter_context(locked(Path(f"{LOCK}-gpu-{gpu}"), exclusive=exclusive, patient=patient))
         yield
 
 

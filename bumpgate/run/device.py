@@ -10,20 +10,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from bumpgate.run.shares import first_gpu
+from bumpgate.core.lanes import Lane
+from bumpgate.run.shares import lock_names, used_gpus
 
 
 @contextmanager
-def device_lock(kind: str, say: Callable[[str], None], gpus: Sequence[str] = ()) -> Iterator[None]:
+def device_lock(lane: Lane, say: Callable[[str], None], gpus: Sequence[str] = ()) -> Iterator[None]:
     """Hold the lock of a lane's device. The lock of a killed process is released.
 
-    kind: device of a lane ("cpu", "cuda", "xla"). say: prints a line if another process holds the lock. gpus: those of
-    a "cuda" lane, by default the first visible one.
+    say: prints a line if another process holds the lock. gpus: those of a lane on GPUs, by default all that it may use.
     """
-    used = sorted(gpus) or [first_gpu()]
-    names = [f"cuda-{gpu}" for gpu in used] if kind == "cuda" else [{"xla": "tpu"}.get(kind, kind)]
+    names = [{"xla": "tpu"}.get(lane.device, lane.device)]
+    if lane.device == "cuda":
+        names = [f"cuda-{gpu}" for gpu in lock_names(gpus or used_gpus(lane.count))]
     with ExitStack() as stack:
-        for name in names:  # in one order, so that two gates never wait for each other
+        for name in names:
             stack.enter_context(_one_lock(name, say))
         yield
 

@@ -51,10 +51,18 @@ def cpu_workers(sides: int = 1) -> int:
 
 def gpu_models() -> list[str]:
     """Return the models of the GPUs that the NVIDIA driver lists, in bus order."""
+    return [model for model in _of_gpus("Model") if model]
+
+
+def gpu_uuids() -> list[str]:
+    """Return the UUIDs of the GPUs that the NVIDIA driver lists, in bus order; "" for one without."""
+    return _of_gpus("GPU UUID")
+
+
+def _of_gpus(field: str) -> list[str]:
     texts = [read_or_empty(path) for path in sorted(GPUS.glob("*/information"))]
-    return [
-        found[1].strip() for text in texts if (found := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))
-    ]
+    found = (re.search(rf"^{field}:\s*(.+)$", text, re.MULTILINE) for text in texts)
+    return [match[1].strip() if match else "" for match in found]
 
 
 def host_class() -> str:

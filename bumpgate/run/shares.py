@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from bumpgate.core.errors import BumpgateError
+from bumpgate.run.host import gpu_models, gpu_uuids
 
 VARIABLE, UNTIMED = "BUMPGATE_SHARE", "BUMPGATE_UNTIMED"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALL = "all"
+# An entry of CUDA_VISIBLE_DEVICES: an index or a UUID.
+GPU = re.compile(r"\d+|(GPU|MIG)-\S+")
 
 
 @dataclass(frozen=True)
@@ -24,11 +29,6 @@ class GpuShare:
 
     gpus: tuple[str, ...]
     cores: tuple[int, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Return the name of its lock."""
-        return "gpu-" + "-".join(self.gpus)
 
     def variables(self) -> dict[str, str]:
         """Return env_vars that start a lane on this share."""
@@ -71,14 +71,14 @@ def requested(text: str, count: int, present: int) -> list[str]:
     """
     if not text:
         return []
-    seen = [gpu for share in visible(1) for gpu in share.gpus]
+    seen = listed()
     if text == ALL:
         gpus = seen or [str(i) for i in range(present)]
         if not gpus:
             raise BumpgateError("--gpus all: the NVIDIA driver lists no GPU: name them, such as --gpus 0,1")
     else:
         gpus = [gpu.strip() for gpu in text.split(",")]
-    if "" in gpus or len(set(gpus)) < len(gpus):
+    if "" in gpus or len(lock_names(gpus)) < len(gpus):
         raise BumpgateError(f"--gpus {text}: name each GPU once, such as --gpus 0,1,2,3, or --gpus all")
     known = seen or ([str(i) for i in range(present)] if present else gpus)
     if unknown := [gpu for gpu in gpus if gpu not in known and (seen or gpu.isdecimal())]:
@@ -91,6 +91,30 @@ def requested(text: str, count: int, present: int) -> list[str]:
 def first_gpu() -> str:
     """Return the first visible GPU: an index or a UUID, as in CUDA_VISIBLE_DEVICES."""
     return os.environ.get(VISIBLE, "").split(",")[0].strip() or "0"
+
+
+def used_gpus(count: int) -> list[str]:
+    """Return the GPUs that a run without `--gpus` may use, of a lane that needs `count`.
+
+    These are those of CUDA_VISIBLE_DEVICES, over which its workers are spread. Without that variable a lane of one GPU
+    runs on the first, and one of several may use all that the driver lists.
+    """
+    return listed() or [str(i) for i in range(max(count, len(gpu_models())) if count > 1 else 1)]
+
+
+def lock_names(gpus: Iterable[str]) -> list[str]:
+    """Return the names of the locks of GPUs, in order, so that two processes never wait for each other.
+
+    A UUID, or its beginning, becomes the index where the driver lists it and the GPUs are of one model: CUDA may number
+    those of several models in another order.
+    """
+    uuids = gpu_uuids() if len(set(gpu_models())) == 1 else []
+
+    def name(gpu: str) -> str:
+        found = [str(i) for i, uuid in enumerate(uuids) if gpu.startswith("GPU-") and uuid.startswith(gpu)]
+        return found[0] if len(found) == 1 else gpu
+
+    return sorted({name(gpu) for gpu in gpus})
 
 
 def own_cores() -> list[int]:
@@ -113,28 +137,36 @@ def keep_to_cores() -> None:
         os.sched_setaffinity(0, cores)
 
 
+def listed() -> list[str] | None:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES lists, None if it is unset. As for CUDA, an invalid entry ends it."""
+    if VISIBLE not in os.environ:
+        return None
+    return [*takewhile(GPU.fullmatch, (gpu.strip() for gpu in os.environ[VISIBLE].split(",")))]
+
+
 def visible(count: int) -> list[GpuShare]:
     """Return the groups of `count` GPUs each that CUDA_VISIBLE_DEVICES lists; empty if it is unset."""
-    return divide([gpu.strip() for gpu in os.environ.get(VISIBLE, "").split(",") if gpu.strip()], count, ())
+    return divide(listed() or (), count, ())
 
 
 @dataclass(frozen=True)
 class Place:
-    """The GPUs of one process of a lane run, and those of the run: names of their locks."""
+    """The GPUs of one process of a lane run, and those of the run: names of their locks, in order."""
 
-    own: str
-    gpus: tuple[str, ...]
+    own: Sequence[str]
+    gpus: Sequence[str]
 
 
-def take_place(worker: int | None, count: int) -> Place | None:
-    """Give a worker one of the run's groups of `count` GPUs, in turn; None if the run does not divide the machine.
+def take_place(worker: int | None, count: int) -> Place:
+    """Give a worker one of the run's groups of `count` GPUs, in turn; all GPUs of the run if it has no two groups.
 
     worker: counted from 0; None for the process that runs pytest itself, whose GPUs stay as they are.
     """
     groups = visible(count)
-    if not groups or (len(groups) == 1 and VARIABLE not in os.environ):
-        return None
+    if len(groups) < 2:
+        used = lock_names(used_gpus(count))
+        return Place(used, used)
     own = groups[(worker or 0) % len(groups)]
     if worker is not None:
         os.environ[VISIBLE] = ",".join(own.gpus)
-    return Place(own.name, tuple(share.name for share in groups))
+    return Place(lock_names(own.gpus), lock_names(merged(groups).gpus))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
+from bumpgate.core.lanes import Lane
 from bumpgate.core.rows import BumpgateError
 from bumpgate.plugin import timing
 from bumpgate.plugin.timing import lock_file, machine, try_lock
-from bumpgate.run import shares
+from bumpgate.run import host, shares
 from bumpgate.run.device import device_lock
 from bumpgate.run.shares import (
     GpuShare,
@@ -18,20 +20,35 @@ from bumpgate.run.shares import (
     divide,
     first_gpu,
     keep_to_cores,
+    lock_names,
     merged,
     parts,
     requested,
     take_place,
+    used_gpus,
 )
 
 FOUR = ["0", "1", "2", "3"]
+ONE, TWO = Lane("h200", device="cuda"), Lane("h200x2", device="cuda", count=2)
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a driver that lists no GPU; no variable names one."""
     for name in (shares.VISIBLE, shares.VARIABLE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setattr(host, "GPUS", tmp_path / "gpus")
+    return tmp_path / "gpus"
+
+
+def list_gpus(driver: Path, *models: str) -> None:
+    """Let the driver list GPUs with the UUIDs GPU-a0, GPU-a1, ..."""
+    for i, model in enumerate(models):
+        (driver / f"0000:{i}").mkdir(parents=True)
+        (driver / f"0000:{i}" / "information").write_text(
+            f"Model: \t NVIDIA {model}\nGPU UUID: \t GPU-a{i}\n"
+        )
 
 
 def test_shares_have_equal_numbers_of_neighbouring_cores() -> None:
@@ -78,24 +95,48 @@ def test_share_starts_a_process_on_its_gpus_and_cores(monkeypatch: pytest.Monkey
 
 
 def test_workers_take_the_visible_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert take_place(0, 1) is None
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
-    assert take_place(0, 1) is None, "a run on one GPU has the machine"
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
-    for worker, count, gpus, own in ((0, 1, "4", "gpu-4"), (7, 1, "7", "gpu-7"), (3, 2, "6,7", "gpu-6-7")):
+    for worker, count, gpus in ((0, 1, "4"), (7, 1, "7"), (3, 2, "6,7")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
         place = take_place(worker, count)
-        assert place is not None
-        assert (os.environ["CUDA_VISIBLE_DEVICES"], place.own, len(place.gpus)) == (gpus, own, 4 // count)
+        assert (os.environ["CUDA_VISIBLE_DEVICES"], place) == (
+            gpus,
+            Place(gpus.split(","), ["4", "5", "6", "7"]),
+        )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert take_place(None, 1) == Place("gpu-4", ("gpu-4", "gpu-6"))
+    assert take_place(None, 1) == Place(["4"], ["4", "6"])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,6", "the controller keeps its GPUs"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    monkeypatch.setenv("BUMPGATE_SHARE", "[0]")
-    assert take_place(None, 1) == Place("gpu-5", ("gpu-5",)), "a share of one GPU is a share"
 
 
-def test_gpus_of_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("visible", "count", "own"), [("4", 1, "4"), ("2,3,1", 2, "1,2,3"), (None, 1, "0")])
+def test_run_without_two_groups_has_all_its_gpus(
+    visible: str | None, count: int, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert take_place(0, count) == Place(own.split(","), own.split(","))
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+def test_run_without_the_variable_uses_the_first_gpus(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (used_gpus(1), used_gpus(2)) == (["0"], ["0", "1"])
+    list_gpus(driver, *["H200"] * 4)
+    assert (used_gpus(1), used_gpus(2)) == (["0"], FOUR), "a lane of several may use all"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-b,-1,2")
+    assert used_gpus(1) == ["5", "GPU-b"], "an invalid entry ends the list"
+
+
+def test_locks_name_a_gpu_by_its_index(driver: Path) -> None:
+    assert lock_names(["GPU-a1", "0"]) == ["0", "GPU-a1"], "the driver lists nothing"
+    list_gpus(driver, "H200", "H200")
+    assert lock_names(["GPU-a1", "0", "1"]) == ["0", "1"]
+    assert lock_names(["GPU-a", "GPU-b", "MIG-a1"]) == ["GPU-a", "GPU-b", "MIG-a1"], "of no or several GPUs"
+    list_gpus(driver / "of two models", "H200", "L4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "GPUS", driver / "of two models")
+        assert lock_names(["GPU-a1"]) == ["GPU-a1"], "CUDA numbers the fastest first"
+
+
+def test_gpus_of_the_option(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert requested("", 1, 4) == []
     assert requested("all", 1, 2) == ["0", "1"]
     assert requested("2, 0", 1, 4) == ["2", "0"]
@@ -104,24 +145,29 @@ def test_gpus_of_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert requested("all", 1, 8) == ["3", "5"]
     assert requested("5", 1, 8) == ["5"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    list_gpus(driver, "H200", "H200")
+    with pytest.raises(BumpgateError, match="name each GPU once"):
+        requested("0,GPU-a0", 1, 2)
 
 
 @pytest.mark.parametrize(
     ("text", "count", "present", "visible", "message"),
     [
-        ("0,0", 1, 4, "", "--gpus 0,0: name each GPU once, such as --gpus 0,1,2,3, or --gpus all"),
-        ("0,", 1, 4, "", "--gpus 0,: name each GPU once, such as --gpus 0,1,2,3, or --gpus all"),
-        ("0,7", 1, 2, "", "--gpus 0,7: no GPU 7 here (found 0, 1)"),
+        ("0,0", 1, 4, None, "--gpus 0,0: name each GPU once, such as --gpus 0,1,2,3, or --gpus all"),
+        ("0,", 1, 4, None, "--gpus 0,: name each GPU once, such as --gpus 0,1,2,3, or --gpus all"),
+        ("0,7", 1, 2, None, "--gpus 0,7: no GPU 7 here (found 0, 1)"),
         ("1", 1, 8, "3,5", "--gpus 1: no GPU 1 here (found 3, 5)"),
         ("GPU-x", 1, 8, "GPU-a", "--gpus GPU-x: no GPU GPU-x here (found GPU-a)"),
-        ("1", 2, 8, "", "--gpus 1: 1 GPU, and the lane needs 2"),
-        ("all", 1, 0, "", "--gpus all: the NVIDIA driver lists no GPU: name them, such as --gpus 0,1"),
+        ("1", 2, 8, None, "--gpus 1: 1 GPU, and the lane needs 2"),
+        ("all", 1, 0, None, "--gpus all: the NVIDIA driver lists no GPU: name them, such as --gpus 0,1"),
     ],
 )
 def test_bad_gpus_are_refused_in_one_line(
-    text: str, count: int, present: int, visible: str, message: str, monkeypatch: pytest.MonkeyPatch
+    text: str, count: int, present: int, visible: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(BumpgateError) as refused:
         requested(text, count, present)
     assert str(refused.value) == message
@@ -134,7 +180,7 @@ def free(path: Path) -> bool:
 
 def test_timed_test_of_a_share_holds_only_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "LOCK", tmp_path / "machine")
-    place = Place("gpu-1", ("gpu-0", "gpu-1"))
+    place = Place(["1"], ["0", "1"])
     locks = {name: tmp_path / f"machine{name}.lock" for name in ("", "-gpu-0", "-gpu-1")}
     with machine(exclusive=True, place=place):
         assert {name: free(path) for name, path in locks.items()} == {
@@ -142,7 +188,7 @@ def test_timed_test_of_a_share_holds_only_its_gpu(tmp_path: Path, monkeypatch: p
             "-gpu-0": True,
             "-gpu-1": False,
         }
-        with machine(exclusive=True, place=Place("gpu-0", place.gpus)):
+        with machine(exclusive=True, place=Place(["0"], place.gpus)):
             assert not any(map(free, locks.values()))
     with machine(exclusive=False, place=place), machine(exclusive=False, place=place):
         assert not any(map(free, locks.values())), "no timed test starts on any GPU of the run meanwhile"
@@ -150,15 +196,56 @@ def test_timed_test_of_a_share_holds_only_its_gpu(tmp_path: Path, monkeypatch: p
         assert not free(locks[""])
 
 
-def test_gate_locks_each_of_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("visible", ["2", None])
+def test_timed_test_on_a_gpu_ignores_runs_on_other_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None
+) -> None:
+    """Sessions of another gate hold the machine shared all the time."""
+    monkeypatch.setattr(timing, "LOCK", tmp_path / "machine")
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    place = take_place(None, 1)
+    with machine(exclusive=True, patient=True, place=Place(["7"], ["7"])):
+        assert not free(tmp_path / "machine.lock")
+        entered = threading.Event()
+
+        def timed() -> None:
+            with machine(exclusive=True, patient=True, place=place):
+                entered.set()
+
+        thread = threading.Thread(target=timed, daemon=True)
+        thread.start()
+        assert entered.wait(5)
+        thread.join()
+
+
+def test_timed_tests_of_overlapping_lanes_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lane of two GPUs locks each of them, for a lane of one."""
+    monkeypatch.setattr(timing, "LOCK", tmp_path / "machine")
+    with machine(exclusive=True, place=take_place(None, 2)):
+        assert not free(tmp_path / "machine-gpu-0.lock")
+        assert not free(tmp_path / "machine-gpu-1.lock")
+
+
+def test_gate_locks_each_of_its_gpus(tmp_path: Path, driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    with device_lock("cuda", print, ["3", "1"]):
-        held = {path.name.rpartition("-")[2]: free(path) for path in tmp_path.glob("*cuda-*")}
-        assert held == {"1": False, "3": False}
-    assert all(free(path) for path in tmp_path.glob("*cuda-*"))
+
+    def held() -> list[str]:
+        return sorted(path.name.rpartition("cuda-")[2] for path in tmp_path.glob("*cuda-*") if not free(path))
+
+    list_gpus(driver, *["H200"] * 4)
+    with device_lock(ONE, print, ["3", "GPU-a1", "1"]):
+        assert held() == ["1", "3"]
+    assert held() == []
+    with device_lock(ONE, print):
+        assert held() == ["0"]
+    with device_lock(TWO, print):
+        assert held() == FOUR
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     assert first_gpu() == "6"
-    with device_lock("cuda", print):
-        assert [path.name.rpartition("-")[2] for path in tmp_path.glob("*cuda-6")] == ["6"]
-    with device_lock("cpu", print):
+    with device_lock(ONE, print):
+        assert held() == ["6", "7"], "the lane is spread over both"
+    with device_lock(Lane("cpu"), print):
         assert len([*tmp_path.glob("*.gate-cpu")]) == 1
