@@ -72,6 +72,10 @@ def requested(text: str, count: int, present: int) -> list[str]:
     if not text:
         return []
     seen = listed()
+    if seen == []:
+        raise BumpgateError(
+            f"--gpus {text}: {VISIBLE}={os.environ[VISIBLE]!r} hides all GPUs: unset it, or list GPUs"
+        )
     if text == ALL:
         gpus = seen or [str(i) for i in range(present)]
         if not gpus:

@@ -161,6 +161,8 @@ def test_gpus_of_the_option(driver: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("GPU-x", 1, 8, "GPU-a", "--gpus GPU-x: no GPU GPU-x here (found GPU-a)"),
         ("1", 2, 8, None, "--gpus 1: 1 GPU, and the lane needs 2"),
         ("all", 1, 0, None, "--gpus all: the NVIDIA driver lists no GPU: name them, such as --gpus 0,1"),
+        ("all", 1, 8, "", "--gpus all: CUDA_VISIBLE_DEVICES='' hides all GPUs: unset it, or list GPUs"),
+        ("0", 1, 8, "-1", "--gpus 0: CUDA_VISIBLE_DEVICES='-1' hides all GPUs: unset it, or list GPUs"),
     ],
 )
 def test_bad_gpus_are_refused_in_one_line(
