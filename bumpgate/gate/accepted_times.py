@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 
 from bumpgate.core.accepted import Acceptance, of_lane
 from bumpgate.core.findings import TimedOutcome
-from bumpgate.gate.drift import Drift
+from bumpgate.gate.drift import Drift, covers
 from bumpgate.gate.sequential import Timed
 
 
 def apply_to_times(
     timed: Mapping[str, Timed],
-    drifts: Mapping[str, Drift],
+    drifts: Mapping[str, Sequence[Drift]],
     acceptances: Iterable[Acceptance],
     lane: str,
     day: date,
@@ -22,9 +22,11 @@ def apply_to_times(
     """Apply acceptances to the times of a gate: an accepted slowdown becomes SAME, accepted drift is dropped.
 
     An entry matches unless the measured interval lies completely above the accepted ratio, so a row that slows
-    further is SLOWER again. The third value has one line for each entry that was used, or that has expired.
+    further is SLOWER again. drifts: as find_drifts returns them; of a row the last one can be without an entry.
+    The third value has one line for each entry that was used, or that has expired.
     """
-    times, drifted, lines = dict(timed), dict(drifts), list[str]()
+    times, lines = dict(timed), list[str]()
+    drifted = {row: found[-1] for row, found in drifts.items()}
     for row, entries in sorted(of_lane(acceptances, lane).items()):
         for a in entries:
             if a.ratio is None:
@@ -34,8 +36,8 @@ def apply_to_times(
                 and times[row].outcome is TimedOutcome.SLOWER
                 and times[row].interval[0] <= a.ratio
             )
-            creeping = row in drifted and drifted[row].ratio <= a.ratio
-            if not (slower or creeping):
+            crept = [drift for drift in drifts.get(row, ()) if covers(a, drift)]
+            if not (slower or crept):
                 continue
             if a.expired(day):
                 lines.append(f"{row} {a.measured}: EXPIRED {a.expires}; {a.owner}: {a.reason}")
@@ -43,6 +45,6 @@ def apply_to_times(
             lines.append(f"{row} {a.measured}: accepted by {a}")
             if slower:
                 times[row] = replace(times[row], outcome=TimedOutcome.SAME)
-            if creeping:
+            if drifted.get(row) in crept:
                 del drifted[row]
     return times, drifted, lines

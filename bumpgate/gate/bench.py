@@ -312,9 +312,10 @@ class GateRunner:
             sides |= {name: _with_faults(sides[name], gate.paired.problems(name)) for name in ("good", "bad")}
             gate.timed = summarise(gate.paired.log_ratios, self.plan, gate.paired.family)
         drifted = gate.drifted.log_ratios if gate.drifted else {}
-        gate.drifts = find_drifts(self.recent, lane, list(gate.timed), drifted, self.today)
         acceptances = accepted.load(self.root / "baselines" / accepted.FILE)
-        timed, crept, lines = apply_to_times(gate.timed, gate.drifts, acceptances, lane, self.today)
+        found = find_drifts(self.recent, lane, list(gate.timed), drifted, self.today, acceptances)
+        gate.drifts = {row: drifts[-1] for row, drifts in found.items()}
+        timed, crept, lines = apply_to_times(gate.timed, found, acceptances, lane, self.today)
         verdict = judge_gate(lane, sides["good"], sides["bad"], timed, crept)
         lost = unequal_losses(lane, gate.paired) if gate.paired else []
         gaps = [*anchor_gap(gate), *tree_gap(gate, self.tree()), *left_out(gate, self.record("bad"))]

@@ -8,6 +8,9 @@ weekly steps would read 1 % each time and add up the noise of every step.
 The readings go into a one-sided cumulative sum (CUSUM: Page 1954, "Continuous inspection schemes", Biometrika 41):
 S = max(0, S + reading - ALLOWANCE), drift if S passes LIMIT. A reading counts for at most CAP, so that one bad week
 alone is not drift; ALLOWANCE is half of the change in a month of 1 % a week.
+
+After a drift that `bumpgate accept` accepted, the sum starts again: the next drift is another change. The readings of
+the next month still contain the accepted change, which is subtracted from them.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, timedelta
 
+from bumpgate.core.accepted import Acceptance, of_lane
 from bumpgate.core.findings import DriftReading
 from bumpgate.gate.sequential import estimate
 
@@ -25,6 +29,8 @@ SESSIONS = 12
 ALLOWANCE = 0.02
 CAP = 0.04
 LIMIT = 0.03
+# The largest reading of an accepted drift may be larger by this in the next gate, which measures it again.
+NOISE = 0.01
 # Days of history to read. Drift is reported until it is accepted, or its readings are older than this.
 HISTORY_DAYS = 183
 
@@ -51,10 +57,10 @@ def anchor(adopted: Iterable[date], today: date) -> date | None:
     return min(before, key=lambda day: abs((today - day).days - ANCHOR_DAYS), default=None)
 
 
-def find_drift(readings: Sequence[DriftReading]) -> Drift | None:
+def find_drift(readings: Sequence[DriftReading], accepted: Mapping[date, float] = {}) -> Drift | None:
     """Return the first drift that the readings of one row show, or None.
 
-    Pass the readings since the last accepted change of that row: an accepted change is not drift.
+    accepted: day -> the part of its log-ratio that is an accepted change, which is not drift.
     Raises ValueError on readings out of order, or on a reading that is not finite.
     """
     total, run = 0.0, list[DriftReading]()
@@ -63,7 +69,7 @@ def find_drift(readings: Sequence[DriftReading]) -> Drift | None:
             raise ValueError(f"{reading.day}: log-ratio must be finite, got {reading.log_ratio!r}")
         if before and before.day >= reading.day:
             raise ValueError(f"readings must be in order of day: {before.day}, {reading.day}")
-        total += min(reading.log_ratio, CAP) - ALLOWANCE
+        total += min(reading.log_ratio - accepted.get(reading.day, 0.0), CAP) - ALLOWANCE
         run.append(reading)
         if total <= 0:
             total, run = 0.0, []
@@ -72,17 +78,48 @@ def find_drift(readings: Sequence[DriftReading]) -> Drift | None:
     return None
 
 
+def covers(entry: Acceptance, drift: Drift) -> bool:
+    """Return whether an entry accepts a drift: it is no larger, and began within a month of the entry."""
+    if entry.ratio is None or drift.since > entry.since + timedelta(ANCHOR_DAYS):
+        return False
+    return drift.ratio <= entry.ratio * math.exp(NOISE)
+
+
+def successive_drifts(readings: Sequence[DriftReading], entries: Sequence[Acceptance]) -> list[Drift]:
+    """Return the drifts of one row that entries cover, one after the other, then the first that none covers."""
+    found, accepted = list[Drift](), dict[date, float]()
+    while called := find_drift(readings, accepted):
+        found.append(called)
+        ratios = [(entry.ratio or 1.0, entry.since) for entry in entries if covers(entry, called)]
+        if not ratios:
+            break
+        ratio, since = max(ratios)
+        last = max(called.called, since) + timedelta(ANCHOR_DAYS)
+        readings = [r for r in readings if r.day > called.called]
+        accepted = {r.day: math.log(ratio) for r in readings if r.day <= last}
+    return found
+
+
 def find_drifts(
-    recent: Recent, lane: str, rows: Sequence[str], drifted: Mapping[str, Sequence[float]], today: date
-) -> dict[str, Drift]:
-    """Return row id -> drift, from the history and from today's sessions with the anchor (log-ratios by row)."""
+    recent: Recent,
+    lane: str,
+    rows: Sequence[str],
+    drifted: Mapping[str, Sequence[float]],
+    today: date,
+    acceptances: Iterable[Acceptance] = (),
+) -> dict[str, list[Drift]]:
+    """Return row id -> its drifts, from the history and today's sessions with the anchor (log-ratios by row).
+
+    The drifts are those that acceptances cover today, in order, then the first that none covers.
+    """
     series = recent(lane, rows, HISTORY_DAYS) if rows else {}
+    entries = of_lane((a for a in acceptances if not a.expired(today)), lane)
     found = {}
     for row in rows:
         readings = [r for r in series.get(row, ()) if r.day < today]
         values = drifted.get(row, ())
         if len(values) == SESSIONS:
             readings.append(DriftReading(today, estimate(values)))
-        if called := find_drift(readings):
-            found[row] = called
+        if drifts := successive_drifts(readings, entries.get(row, ())):
+            found[row] = drifts
     return found

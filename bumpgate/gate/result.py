@@ -90,7 +90,8 @@ class Gate:
     """State of a gate. sides: good, bad, and anchor if one is paired. wall_seconds: over all resumes.
 
     paired: sessions of the candidate with the adopted build; None until the timed rows are known.
-    drifted: the same with the anchor. accepted: one line per acceptance that was used or has expired.
+    drifted: the same with the anchor. drifts: of each row the first drift that is not accepted, else the last accepted
+    one. accepted: one line per acceptance that was used or has expired.
     host: the class of the machine, which must not change. binding: the work tree that it measures.
     """
 

@@ -171,7 +171,7 @@ def test_accepted_slowdown_holds_gate_once_larger_or_expired() -> None:
     known = [entry(None, row=SECONDS, ratio=1.06)]
 
     def decided(
-        timed: dict[str, Timed], drifts: dict[str, Drift], day: date = DAY
+        timed: dict[str, Timed], drifts: dict[str, list[Drift]], day: date = DAY
     ) -> tuple[Decision, list[str]]:
         times, drifted, lines = apply_to_times(timed, drifts, known, "cpu", day)
         side = Side("torch 2.13.0", Record(HERE, (judged(Verdict.PASS, row()),)))
@@ -185,9 +185,11 @@ def test_accepted_slowdown_holds_gate_once_larger_or_expired() -> None:
     assert decided(slower(1.09, 1.07), {}) == (Decision.HOLD, [])
     expired = [f"{SECONDS} ratio 1.06: EXPIRED 2026-11-21; ada: fixed in 2.14.1"]
     assert decided(slower(1.06, 1.045), {}, DAY + timedelta(1)) == (Decision.HOLD, expired)
-    drifted = {SECONDS: Drift(DAY, DAY, 1.05)}
-    assert decided({}, drifted)[0] is Decision.ADOPT
-    assert decided({}, {SECONDS: Drift(DAY, DAY, 1.07)})[0] is Decision.HOLD
+    drift, larger = Drift(DAY, DAY, 1.05), Drift(DAY, DAY, 1.08)
+    assert decided({}, {SECONDS: [drift]}) == (Decision.ADOPT, [line])
+    assert decided({}, {SECONDS: [larger]}) == (Decision.HOLD, [])
+    assert decided({}, {SECONDS: [drift, larger]}) == (Decision.HOLD, [line]), "a later, larger one"
+    assert decided({}, {SECONDS: [drift]}, DAY + timedelta(1)) == (Decision.HOLD, expired)
     assert decided({"a/b/c": slower(1.06, 1.045)[SECONDS]}, {})[0] is Decision.HOLD
 
 

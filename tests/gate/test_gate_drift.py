@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
 
 from bumpgate.core import gate_file
+from bumpgate.core.accepted import Acceptance
 from bumpgate.core.findings import Decision, DriftReading, TimedOutcome
 from bumpgate.gate import drift, result
-from bumpgate.gate.drift import find_drifts
+from bumpgate.gate.drift import Drift, covers, find_drifts, successive_drifts
 from bumpgate.gate.result import Gate, GateConfig
 from tests.support.gating import TODAY, Machine, labels
 
@@ -55,6 +57,15 @@ def test_drift_from_history_holds_until_accepted(machine: Machine, out: Path) ->
     assert (accepted.decision, len(accepted.accepted)) == (Decision.ADOPT, 1)
 
 
+def test_later_drift_of_an_accepted_row_holds(machine: Machine, out: Path) -> None:
+    row, changes = "throughput/b/seconds", (0.03, 0.04, 0.04, 0.04, 0.0, 0.0, 0.05, 0.07, 0.09, 0.1)
+    write_acceptance(machine.root, row, 1.05, TODAY + timedelta(days=9))
+    machine.recent = {row: tuple(weeks(*changes))}
+    gate = machine.gate(out)
+    assert (labels(gate), len(gate.accepted)) == ([("HOLD", "CREEP")], 1)
+    assert gate.drifts[row].ratio > 1.07
+
+
 def write_acceptance(root: Path, row: str, ratio: float, expires: date) -> None:
     (root / "baselines").mkdir()
     (root / "baselines/accepted.toml").write_text(
@@ -90,4 +101,45 @@ def test_anchor_with_missing_sessions_gives_no_reading() -> None:
     before = {"a/b/s": [DriftReading(TODAY - timedelta(days=7), 0.04)]}
     assert find_drifts(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": few}, TODAY) == {}
     found = find_drifts(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": [*few, 0.5]}, TODAY)
-    assert found["a/b/s"].called == TODAY
+    assert [drift.called for drift in found["a/b/s"]] == [TODAY]
+
+
+def weeks(*log_ratios: float) -> list[DriftReading]:
+    """Return a reading a week, the last one a week before TODAY."""
+    days = range(-len(log_ratios), 0)
+    return [DriftReading(TODAY + timedelta(weeks=n), x) for n, x in zip(days, log_ratios)]
+
+
+def acceptance(ratio: float, since: date) -> Acceptance:
+    return Acceptance("cpu", "a/b/s", None, "ann", "known", since, since + timedelta(days=365), ratio)
+
+
+def ratios(readings: list[DriftReading], *entries: Acceptance) -> list[float]:
+    """Return the largest change of each drift, in percent."""
+    return [round(100 * math.log(d.ratio), 1) for d in successive_drifts(readings, entries)]
+
+
+STEP = (0.0, 0.04, 0.045, 0.04, 0.04)
+
+
+def test_accepted_drift_does_not_hide_a_later_one() -> None:
+    """Its own readings of the next month are no second drift; a change on top of it, or one of equal size later, is."""
+    entry = acceptance(math.exp(0.045), TODAY - timedelta(weeks=9))
+    after = weeks(*STEP, *[0.0] * 7)
+    assert ratios(after) == ratios(after, entry) == [4.5]
+    assert ratios(weeks(*STEP[:-1], 0.1, 0.1, 0.1, *[0.0] * 5), entry) == [4.5, 10]
+    assert ratios(weeks(*STEP, 0.0, 0.0, 0.0, 0.04, 0.04, 0.04, 0.04), entry) == [4.5, 4]
+
+
+def test_drift_that_goes_on_is_reported_again() -> None:
+    """1 % a week reads 4 % all the time."""
+    entry = acceptance(1.04, TODAY - timedelta(weeks=10))
+    assert ratios(weeks(*[0.04] * 6), entry) == [4]
+    found = successive_drifts(weeks(*[0.04] * 12), [entry])
+    assert [(TODAY - drift.called).days // 7 for drift in found] == [11, 4]
+
+
+def test_accepted_drift_may_be_measured_again_with_noise() -> None:
+    entry = acceptance(1.04, TODAY)
+    assert ratios(weeks(0.04, 0.048, 0.04), entry) == [4.8]
+    assert not covers(entry, Drift(TODAY, TODAY, 1.052))
