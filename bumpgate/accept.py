@@ -48,7 +48,8 @@ def command(
 ) -> None:
     """Accept the measured value of a row until a day. It is then shown and not red.
 
-    For a row that the gate timed in pairs, the ratio of times is accepted.
+    For a row that the gate timed in pairs, the ratio of times is accepted, to the adopted build or, of a drift (CREEP),
+    to the anchor.
 
     Exit codes: 0 done, 1 refused and nothing written, 4 bad input.
     """
@@ -100,12 +101,12 @@ def _entry(root: Path, path: Path, row: str, lane: str, owner: str, reason: str,
         if not text.strip() or len(text.splitlines()) > 1:
             raise BumpgateError(f"--{name} must be one line of text")
     made = Acceptance(lane, row, None, owner.strip(), reason.strip(), today(), expires)
-    record, timed = _measured(path)
+    record, timed, drifts = _measured(path)
     found = record.provenance.get("lane") if record else lane
     if found != lane:
         raise RefusedError(f"{path.name} is of lane {found!r}, not {lane!r}")
     if row in timed:
-        return _timed_entry(made, timed[row])
+        return _timed_entry(made, timed[row], drifts.get(row))
     judgement = next((j for j in record.judgements if j.row.id == row), None) if record else None
     if judgement is None:
         raise BumpgateError(f"{path.name} holds no row {row!r}")
@@ -118,16 +119,21 @@ def _entry(root: Path, path: Path, row: str, lane: str, owner: str, reason: str,
     return made
 
 
-def _measured(path: Path) -> tuple[Record | None, Mapping[str, Paired]]:
-    """Return the record to accept from (the candidate's, for a gate) and the gate's timed rows."""
+def _measured(path: Path) -> tuple[Record | None, Mapping[str, Paired], Mapping[str, float | None]]:
+    """Return the record to accept from (the candidate's, for a gate), the gate's timed rows, and its drifts' ratios."""
     found = read(path)
-    return (found.bad.record, found.timed) if isinstance(found, GateFile) else (found, {})
+    if not isinstance(found, GateFile):
+        return found, {}, {}
+    return found.bad.record, found.timed, {row: drift.get("ratio") for row, drift in found.drifts.items()}
 
 
-def _timed_entry(made: Acceptance, timed: Paired) -> Acceptance:
-    if timed.outcome != TimedOutcome.SLOWER.value or not is_finite(timed.ratio):
+def _timed_entry(made: Acceptance, timed: Paired, drift: float | None) -> Acceptance:
+    """Return the entry for the slowdown or the drift of a row; the larger ratio, if it has both."""
+    ratios = [timed.ratio] if timed.outcome == TimedOutcome.SLOWER.value else []
+    ratios = [ratio for ratio in (*ratios, drift) if is_finite(ratio)]
+    if not ratios:
         raise RefusedError(f"{made.row}: the paired sessions read {timed.outcome}: nothing to accept")
-    ratio = round(timed.ratio, 6)
+    ratio = round(max(ratios), 6)
     if ratio > MAX_RATIO:
         raise RefusedError(f"{made.row}: {ratio:.3g} times as long: at most {MAX_RATIO:g} can be accepted")
     return replace(made, ratio=ratio)

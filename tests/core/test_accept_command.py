@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -93,12 +94,18 @@ def test_accept_takes_candidate_values_and_ratios_of_a_gate(
         for n, v in ((13, 13), (14, 19))
     ]
     timed = {SECONDS: paired(TimedOutcome.SLOWER, 1.061), "t/b/s": paired(TimedOutcome.SAME, 1.0)}
+    timed["t/c/s"], timed["t/d/s"] = timed["t/b/s"], timed[SECONDS]
     path, _ = write_gate(folder, *sides, timed)
+    day = str(accepted.today())
+    drifts = {row: {"since": day, "called": day, "ratio": 1.08} for row in ("t/c/s", "t/d/s")}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"creeps": drifts}))
     where = ("--record", str(path))
     assert run("a/b/n", *WHO, *SOON, *where)[0] == 0
-    assert run(SECONDS, *WHO, *SOON, *where)[0] == 0
-    first, second = accepted.load(Path("baselines/accepted.toml"))
-    assert (first.value, second.ratio) == (19, 1.061)
+    for id in (SECONDS, "t/c/s", "t/d/s"):
+        assert run(id, *WHO, *SOON, *where)[0] == 0
+    first, *others = accepted.load(Path("baselines/accepted.toml"))
+    assert first.value == 19
+    assert {a.row: a.ratio for a in others} == {SECONDS: 1.061, "t/c/s": 1.08, "t/d/s": 1.08}
     code, _, err = run("t/b/s", *WHO, *SOON, *where)
     assert (code, err) == (1, "refused: t/b/s: the paired sessions read SAME: nothing to accept\n")
 
