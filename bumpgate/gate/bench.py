@@ -318,7 +318,11 @@ class GateRunner:
         timed, crept, lines = apply_to_times(gate.timed, found, acceptances, lane, self.today)
         verdict = judge_gate(lane, sides["good"], sides["bad"], timed, crept)
         lost = unequal_losses(lane, gate.paired) if gate.paired else []
-        gaps = [*anchor_gap(gate), *tree_gap(gate, self.tree()), *left_out(gate, self.record("bad"))]
+        gaps = [
+            *anchor_gap(gate, self.root),
+            *tree_gap(gate, self.tree()),
+            *left_out(gate, self.record("bad")),
+        ]
         findings = group([*verdict.findings, *lost, *gaps])
         gate.decision = findings[0].decision if findings else verdict.decision
         gate.findings = tuple(self._with_interpreter(f) for f in findings)

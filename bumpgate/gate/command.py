@@ -266,10 +266,8 @@ def _begin(config: GateConfig, plan: SessionPlan, out: Path, resume: bool, now: 
     if not resume:
         raise GateError(f"{where} is of an unfinished gate: continue it with --resume, or name another --out")
     if found.config != config:
-        derived = {"selection"} if config.command and found.config.command else set[str]()
-        names = [
-            n for n in vars(config) if n not in derived and getattr(config, n) != getattr(found.config, n)
-        ]
+        names = [n for n in vars(config) if getattr(config, n) != getattr(found.config, n)]
+        names = [n for n in names if n != "selection" or "command" not in names]  # a command selects its test
         raise GateError(f"{where} is of another gate (other {', '.join(names)}): name another --out")
     if found.binding is None or (differences := found.binding.differences(now)):
         what = "; ".join(differences) if found.binding else "no record of its work tree"

@@ -3,21 +3,64 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
+from bumpgate.core.baseline import investigate
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import Record, one_line
 from bumpgate.gate.result import FAST, Gate
+from bumpgate.gate.timed import Sessions
+from bumpgate.gate.verdict import NOT_RUN
 from bumpgate.run.binding import Binding
+from bumpgate.run.runner import by_hand
 from bumpgate.table import part_of_lane
 
 
-def anchor_gap(gate: Gate) -> list[Finding]:
-    """Report a requested anchor that could not be paired."""
+def anchor_gap(gate: Gate, root: Path) -> list[Finding]:
+    """Report a requested anchor that could not be paired, and rows without a reading against it."""
     side = gate.sides.get("anchor")
-    if side is None or not side.failure:
-        return []
-    head = one_line(side.failure)
-    return [Finding(Decision.UNKNOWN, "INFRA", "", head, good=(f"{side.name}: {head}",), repro=side.command)]
+    if side and side.failure:
+        head = one_line(side.failure)
+        return [
+            Finding(Decision.UNKNOWN, "INFRA", "", head, good=(f"{side.name}: {head}",), repro=side.command)
+        ]
+    return _without_reading(gate, gate.drifted, root) if gate.drifted else []
+
+
+def _without_reading(gate: Gate, sessions: Sessions, root: Path) -> list[Finding]:
+    """Report the rows that lack sessions with the anchor, once for each cause: no drift of them is measured.
+
+    If the budget ended the sessions, this is shown only: --resume continues them.
+    """
+    open_rows, found = sessions.open_rows(), list[Finding]()
+    for row, test in sessions.tests.items():
+        count = len(sessions.log_ratios[row])
+        if count == sessions.limit:
+            continue
+        if row in open_rows:
+            decision, label, side, head = (
+                Decision.ADOPT,
+                NOT_RUN,
+                "bad",
+                "no drift is measured: the budget is spent",
+            )
+        else:
+            decision, label, (side, why) = Decision.UNKNOWN, "INFRA", _why_lost(sessions, test)
+            head = f"{'anchor' if side == 'good' else 'candidate'}: {one_line(why)}"
+        seen = (f"{row}: {count} of {sessions.limit} sessions with the anchor",)
+        python = Path(gate.sides["anchor" if side == "good" else "bad"].python)
+        repro = by_hand(python, root, investigate(gate.config.lane, test), gate.config.selection)
+        found.append(Finding(decision, label, "", head, (row,), (), seen, repro))
+    return found
+
+
+def _why_lost(sessions: Sessions, test: str) -> tuple[str, str]:
+    """Return the side, "good" or "bad", whose times of a test were lost, and why."""
+    for side, faults in sessions.faults.items():
+        if test in faults:
+            return side, faults[test]
+    side, _, why = sessions.lost.partition(": ")
+    return side or "good", why or "no process gave a time"
 
 
 def tree_gap(gate: Gate, now: Binding | None) -> list[Finding]:

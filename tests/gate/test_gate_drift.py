@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import time
 from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
 
+from bumpgate import accept
 from bumpgate.core import gate_file
 from bumpgate.core.accepted import Acceptance
 from bumpgate.core.findings import Decision, DriftReading, TimedOutcome
-from bumpgate.gate import drift, result
+from bumpgate.gate import drift, result, timed_runs
 from bumpgate.gate.drift import Drift, covers, find_drifts, successive_drifts
 from bumpgate.gate.result import Gate, GateConfig
 from tests.support.gating import TODAY, Machine, labels
+
+WITH_ANCHOR = GateConfig("cpu", candidate="torch", anchor="torch==2.12.0")
 
 
 def weekly(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weeks: int) -> list[Gate]:
@@ -47,12 +51,18 @@ def test_gates_report_1_percent_weekly_drift_by_week_6(
     assert not any("CREEP" in found for _, found in labels(gates[1])), "two weeks are no drift yet"
 
 
-def test_drift_from_history_holds_until_accepted(machine: Machine, out: Path) -> None:
+def test_drift_from_history_holds_until_accepted(
+    machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bumpgate accept` takes its ratio from the gate, whose paired sessions read SAME."""
     row = "throughput/b/seconds"
     weeks = [TODAY - timedelta(weeks=n) for n in (4, 3, 2, 1)]
     machine.recent = {row: tuple(DriftReading(day, x) for day, x in zip(weeks, (0.03, 0.04, 0.04, 0.04)))}
     assert labels(machine.gate(out)) == [("HOLD", "CREEP")]
-    write_acceptance(machine.root, row, 1.05, TODAY + timedelta(days=9))
+    monkeypatch.chdir(machine.root)
+    monkeypatch.setattr(accept, "today", lambda: TODAY)
+    last = str(TODAY + timedelta(days=9))
+    accept.command(row, "cpu", owner="ann", reason="known", expires=last, record=out / result.NAME)
     accepted = machine.gate(out.with_name("accepted"))
     assert (accepted.decision, len(accepted.accepted)) == (Decision.ADOPT, 1)
 
@@ -92,8 +102,45 @@ def test_accepted_slowdown_is_adopted_until_it_expires(
 
 def test_anchor_that_cannot_be_paired_is_unknown(machine: Machine, out: Path) -> None:
     machine.sides["anchor"].failure = "import torch: exit 1"
-    gate = machine.gate(out, GateConfig("cpu", candidate="torch", anchor="torch==2.12.0"))
-    assert labels(gate) == [("UNKNOWN", "INFRA")]
+    assert labels(machine.gate(out, WITH_ANCHOR)) == [("UNKNOWN", "INFRA")]
+
+
+def test_row_without_readings_of_the_anchor_is_unknown(machine: Machine, out: Path) -> None:
+    machine.sides["anchor"].signal, machine.sides["anchor"].dies_from = 11, 3
+    gate = machine.gate(out, WITH_ANCHOR)
+    (finding,) = gate.findings
+    assert (finding.decision, finding.label) == (Decision.UNKNOWN, "INFRA")
+    assert finding.head == "anchor: died of SIGSEGV"
+    assert finding.bad == ("throughput/b/seconds: 3 of 12 sessions with the anchor",)
+    assert " /envs/anchor -m pytest " in finding.repro
+    assert machine.gate(out, WITH_ANCHOR).findings == gate.findings, "judged again from gate.json"
+
+
+def test_anchor_without_a_fault_shows_why_times_were_lost(machine: Machine, out: Path) -> None:
+    machine.sides["anchor"].spoiled = 99
+    (finding,) = machine.gate(out, WITH_ANCHOR).findings
+    assert (finding.decision, finding.head) == (
+        Decision.UNKNOWN,
+        "anchor: throughput/b/seconds: not quiet",
+    )
+
+
+def test_budget_that_ends_sessions_of_the_anchor_is_shown(
+    machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds nothing, and --resume continues."""
+
+    def fitting(tests: list[str], *_: object) -> list[str]:
+        drifted = machine.bench and machine.bench.gate.drifted
+        return [] if drifted and drifted.started == 3 else tests
+
+    monkeypatch.setattr(timed_runs, "fitting", fitting)
+    gate = machine.gate(out, WITH_ANCHOR, deadline=time.monotonic() + 1e6)
+    (finding,) = gate.findings
+    assert (gate.decision, finding.label) == (Decision.ADOPT, "NOT RUN")
+    assert finding.head == "no drift is measured: the budget is spent"
+    assert gate.undecided
+    assert machine.gate(out, WITH_ANCHOR).findings == ()
 
 
 def test_anchor_with_missing_sessions_gives_no_reading() -> None:
