@@ -227,6 +227,8 @@ def _refuse(config: GateConfig, root: Path) -> None:
             raise BumpgateError(f"--{name} cannot be combined with an interpreter for it")
     if config.without and not (config.python_good or config.python_bad or config.python_anchor):
         raise BumpgateError("--without is for interpreters (--python-bad PATH): name one, or leave it out")
+    if config.fast and (older := config.anchor or config.python_anchor):
+        raise BumpgateError(f"--fast and the anchor {older}: a fast gate measures no drift; leave one out")
     require_kernel_wheels(root, config.lane, config.without)
     try:
         plan_for(config.sessions)

@@ -192,6 +192,7 @@ REFUSALS = {
         "torch==1",
     ),
     "the selection names suites/nope.py, which does not exist": (*PAIR, "--", "suites/nope.py::test_a"),
+    "--fast and the anchor torch==1: a fast gate": (*PAIR, "--fast", "--anchor", "torch==1"),
     "-m is set by the gate": (*PAIR, "--", "-m", "h200"),
     "--record is set by the gate": (*PAIR, "--", "--record=x"),
     "--out . holds sources of the work tree (conftest.py)": (*PAIR, "--out", "."),
