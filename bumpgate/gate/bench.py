@@ -319,7 +319,7 @@ class GateRunner:
         verdict = judge_gate(lane, sides["good"], sides["bad"], timed, crept)
         lost = unequal_losses(lane, gate.paired) if gate.paired else []
         gaps = [
-            *anchor_gap(gate, self.root),
+            *anchor_gap(gate, self.root, self.options()),
             *tree_gap(gate, self.tree()),
             *left_out(gate, self.record("bad")),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from bumpgate.core.baseline import investigate
@@ -16,18 +17,21 @@ from bumpgate.run.runner import by_hand
 from bumpgate.table import part_of_lane
 
 
-def anchor_gap(gate: Gate, root: Path) -> list[Finding]:
-    """Report a requested anchor that could not be paired, and rows without a reading against it."""
+def anchor_gap(gate: Gate, root: Path, options: Sequence[str]) -> list[Finding]:
+    """Report a requested anchor that could not be paired, and rows without a reading against it.
+
+    options: of pytest, in the line that reproduces a fault.
+    """
     side = gate.sides.get("anchor")
     if side and side.failure:
         head = one_line(side.failure)
         return [
             Finding(Decision.UNKNOWN, "INFRA", "", head, good=(f"{side.name}: {head}",), repro=side.command)
         ]
-    return _without_reading(gate, gate.drifted, root) if gate.drifted else []
+    return _without_reading(gate, gate.drifted, root, options) if gate.drifted else []
 
 
-def _without_reading(gate: Gate, sessions: Sessions, root: Path) -> list[Finding]:
+def _without_reading(gate: Gate, sessions: Sessions, root: Path, options: Sequence[str]) -> list[Finding]:
     """Report the rows that lack sessions with the anchor, once for each cause: no drift of them is measured.
 
     If the budget ended the sessions, this is shown only: --resume continues them.
@@ -38,18 +42,14 @@ def _without_reading(gate: Gate, sessions: Sessions, root: Path) -> list[Finding
         if count == sessions.limit:
             continue
         if row in open_rows:
-            decision, label, side, head = (
-                Decision.ADOPT,
-                NOT_RUN,
-                "bad",
-                "no drift is measured: the budget is spent",
-            )
+            decision, label, side = Decision.ADOPT, NOT_RUN, "bad"
+            head = "no drift is measured: the budget is spent"
         else:
             decision, label, (side, why) = Decision.UNKNOWN, "INFRA", _why_lost(sessions, test)
             head = f"{'anchor' if side == 'good' else 'candidate'}: {one_line(why)}"
         seen = (f"{row}: {count} of {sessions.limit} sessions with the anchor",)
         python = Path(gate.sides["anchor" if side == "good" else "bad"].python)
-        repro = by_hand(python, root, investigate(gate.config.lane, test), gate.config.selection)
+        repro = by_hand(python, root, investigate(gate.config.lane, test), options)
         found.append(Finding(decision, label, "", head, (row,), (), seen, repro))
     return found
 
