@@ -134,13 +134,13 @@ class Archive:
     ) -> dict[str, tuple[DriftReading, ...]]:
         """Return row id -> readings against the build of a month before, one per day, in order.
 
-        Only candidates that were adopted within the last `days` count: a rejected one is not in use.
+        Only candidates that could be adopted within the last `days` count: a rejected one is not in use.
         """
         gates, ratios = self.tables["gates"], self.tables["ratios"]
         query = (
             self.sql.select(gates.c.started, ratios.c.row, ratios.c.drift)
             .select_from(ratios.join(gates, ratios.c.gate == gates.c.id))
-            .where(gates.c.lane == lane, gates.c.decision == Decision.ADOPT.name)
+            .where(*self._adoptable(lane))
             .where(gates.c.started >= _utc(day - timedelta(days)), ratios.c.drift.is_not(None))
             .order_by(gates.c.started, gates.c.id)
         )
@@ -154,18 +154,23 @@ class Archive:
         }
 
     def adopted(self, lane: str) -> list[tuple[date, str]]:
-        """Return (day, torch) of every candidate that a gate of the lane adopted, oldest first."""
+        """Return (day, torch) of every candidate that passed a gate of the whole lane, oldest first."""
         gates, runs = self.tables["gates"], self.tables["runs"]
         query = (
             self.sql.select(gates.c.started, runs.c.torch)
             .select_from(gates.join(runs, gates.c.bad == runs.c.id))
-            .where(gates.c.lane == lane, gates.c.decision == Decision.ADOPT.name)
+            .where(*self._adoptable(lane))
             .order_by(gates.c.started, gates.c.id)
         )
         with self.reading() as connection:
             return [
                 (datetime.fromisoformat(day).date(), torch or "") for day, torch in connection.execute(query)
             ]
+
+    def _adoptable(self, lane: str) -> tuple[Any, ...]:
+        """Return the conditions of a gate whose candidate could be adopted: a part of a lane is no ground for that."""
+        gates = self.tables["gates"]
+        return gates.c.lane == lane, gates.c.decision == Decision.ADOPT.name, gates.c.whole.is_(True)
 
     def _select(self) -> Any:
         runs, readings = self.tables["runs"], self.tables["readings"]

@@ -23,14 +23,16 @@ def recent(
 def adopted(lane: str, *, store: str = "", root: Path | None = None) -> list[tuple[date, str]]:
     """Return (day, torch) of every build that a lane adopted, oldest first: `drift.anchor` picks from the days.
 
-    Candidates that a gate of the history adopted, and those in the log of `bumpgate adopt` in the work tree of `root`;
-    without the builds whose adoption was rolled back.
+    Those in the log of `bumpgate adopt` in the work tree of `root`, and of the days before its first entry the
+    candidates that passed a gate of the history; without the builds whose adoption was rolled back.
     """
     entries = [a for a in adoptions.load(root or find_root(Path.cwd())).entries if a.lane == lane]
     undone = {_release(a.new) for a in entries if a.rolled_back} - {
         _release(a.new) for a in entries if not a.rolled_back
     }
-    builds = {(a.day, a.new) for a in entries} | set(Archive(store or default_store()).adopted(lane))
+    first = min((a.day for a in entries), default=date.max)
+    passed = Archive(store or default_store()).adopted(lane)
+    builds = {(a.day, a.new) for a in entries} | {(day, torch) for day, torch in passed if day < first}
     return sorted((day, torch) for day, torch in builds if _release(torch) not in undone)
 
 

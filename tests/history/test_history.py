@@ -47,8 +47,10 @@ def a_record(folder: Path, day: str, value: object = 1.0, **provenance: object) 
     return path
 
 
-def a_gate(folder: Path, day: str, *, drift: float | None = None, held: bool = False) -> Path:
-    """Write a gate of that day with ADOPT for torch 2.14.<day>, or HOLD."""
+def a_gate(
+    folder: Path, day: str, *, drift: float | None = None, held: bool = False, selection: str = ""
+) -> Path:
+    """Write a gate of that day with ADOPT for torch 2.14.<day>, or HOLD. selection: the part that it measured."""
     folder = folder / day
     folder.mkdir()
     here = HERE | {"started": f"2026-{day}T02:00:00+00:00"}
@@ -58,10 +60,12 @@ def a_gate(folder: Path, day: str, *, drift: float | None = None, held: bool = F
     bad = Side("torch 2.14.0", Record(there, (judged(verdict, row(ROW, 1.1 if held else 1.0, unit="s")),)))
     timed = {"throughput/nam52-eager/seconds": paired(TimedOutcome.SAME, 1.003)}
     path, _ = write_gate(folder, good, bad, timed, started=f"2026-{day}T03:00:00+00:00")
+    raw = json.loads(path.read_text())
     if drift is not None:
-        raw = json.loads(path.read_text())
         raw["anchor"] = {"readings": {ROW: drift}}
-        path.write_text(json.dumps(raw))
+    if selection:
+        raw["asked"] = {"selection": [selection]}
+    path.write_text(json.dumps(raw))
     return path
 
 
@@ -109,6 +113,25 @@ def test_adopted_lists_open_adoptions_of_the_lane(tmp_path: Path) -> None:
     assert adoptions.load(tmp_path).entries == entries
     found = builds.adopted("cpu", store=f"sqlite:///{tmp_path / 'h.sqlite'}", root=tmp_path)
     assert found == [(date(2026, 3, 1), "2.14.0")]
+
+
+def test_gate_of_a_part_of_a_lane_adopts_nothing(tmp_path: Path, archive: Archive) -> None:
+    archive.add(a_gate(tmp_path, "10-01", drift=0.5, selection="suites/compile"))
+    archive.add(a_gate(tmp_path, "10-02", drift=0.1))
+    assert archive.adopted("cpu") == [(date(2026, 10, 2), "2.14.10-02")]
+    readings = archive.drifted("cpu", [ROW], 60, date(2026, 10, 3))[ROW]
+    assert readings == (DriftReading(date(2026, 10, 2), 0.1),)
+
+
+def test_log_of_adoptions_decides_from_its_first_entry_on(tmp_path: Path, archive: Archive) -> None:
+    """A gate alone adopts nothing. Of the days before the log existed, only the gates show what was adopted."""
+    for day in ("10-01", "10-05", "10-09"):
+        archive.add(a_gate(tmp_path, day))
+    entry = adoptions.Adoption("cpu", date(2026, 10, 5), "", "", "2.14.10-05", "ADOPT", "", "", {}, {})
+    (tmp_path / "baselines").mkdir()
+    (tmp_path / adoptions.FILE).write_text(adoptions.text(adoptions.Log((entry,))))
+    found = builds.adopted("cpu", store=archive._url.render_as_string(), root=tmp_path)
+    assert found == [(date(2026, 10, 1), "2.14.10-01"), (date(2026, 10, 5), "2.14.10-05")]
 
 
 def test_drift_is_read_from_adopted_builds_only(
