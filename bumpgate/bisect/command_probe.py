@@ -28,7 +28,11 @@ from bumpgate.run.ending import EndingKind, ending
 from bumpgate.run.runner import child_environment, run_child
 from bumpgate.run.supervise import SIGNALLED
 
-NO_MODULE = re.compile(r"^ModuleNotFoundError: No module named '(\w+)'", re.MULTILINE)
+NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
+# Lines with an exception: the one after the frames of a traceback, and any that begins with the name of an error, as
+# after a traceback that rich draws.
+FRAMES = r"Traceback \(most recent call last\):\n(?:[ \t].*\n)*"
+RAISED = re.compile(rf"^(?:{FRAMES}(?=\S)|(?=(?:\w+\.)*\w*(?:Error|Exception)\b))(.*)", re.MULTILINE)
 LAST_SIGNAL = 64
 LOG_LINES = 3
 
@@ -106,9 +110,10 @@ class CommandTest:
 
 
 def _missing_module(log: Path, environment: Environment) -> str:
-    """Return the missing module in a log if no package of the environment provides it, else ""."""
-    missing = NO_MODULE.findall(log.read_text(encoding="utf-8", errors="replace"))
-    return missing[-1] if missing and canonicalize_name(missing[-1]) not in environment.packages else ""
+    """Return the missing module that the last exception in a log names; "" if a package of the environment has it."""
+    raised = RAISED.findall(log.read_text(encoding="utf-8", errors="replace"))
+    missing = NO_MODULE.match(raised[-1]) if raised else None
+    return missing[1] if missing and canonicalize_name(missing[1]) not in environment.packages else ""
 
 
 def last_line(log: Path) -> str:

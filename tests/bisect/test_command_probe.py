@@ -78,6 +78,22 @@ def test_interrupted_command_interrupts_the_bisect(run: Any) -> None:
         run("kill -INT $$")
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        "raise AssertionError('nan')",
+        "raise type('Unsupported', (Exception,), {})('nan')",
+        "print('LossError: nan'); sys.exit(1)",
+    ],
+)
+def test_logged_import_of_an_optional_module_is_no_end(run: Any, tmp_path: Path, end: str) -> None:
+    """Many programs log the traceback of an optional import and go on: BAD candidates must stay BAD."""
+    program = "import sys, traceback\ntry: import no_such_module\nexcept ImportError: traceback.print_exc()\n"
+    (tmp_path / "program.py").write_text(program + end)
+    test, reading = run("{python} program.py")
+    assert (reading.cause, test.judge(reading).outcome) == (Cause.RAN, ProbeOutcome.BAD)
+
+
 def test_last_missing_module_is_named(run: Any) -> None:
     _, reading = run(f"{{python}} -c 'import no_other_module'; {MISSING}")
     assert reading.failure == "no module no_such_module in this environment; add --with no_such_module"
