@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import unquote
 
 import typer
 from packaging.specifiers import SpecifierSet
@@ -28,7 +27,7 @@ from bumpgate.env.build import resolve
 from bumpgate.env.locks import Lock, Locked, LockError, Wheel, lane_lock, parse_lock, read_lock, write_lock
 from bumpgate.env.manifest import ManifestRow, load, satisfies
 from bumpgate.env.request import lane_request
-from bumpgate.env.uv import http_options, public_url
+from bumpgate.env.uv import http_options, local_path, public_url
 from bumpgate.env.versions import tag_ranks
 
 
@@ -93,7 +92,7 @@ def freeze(
 
 
 def lock_of(name: str, resolution: str, python: str) -> tuple[Lock, dict[Wheel, str]]:
-    """Return the lock of uv's resolution for this platform, and the URL of each wheel. Raises LockError."""
+    """Return the lock of uv's resolution for this platform, and the place of each wheel. Raises LockError."""
     found, sources = pinned(name, resolution, python)
     machine = f"platform_machine == '{platform.machine()}'"
     implementation = f"implementation_name == '{sys.implementation.name}'"
@@ -140,7 +139,7 @@ def store_adopted(root: Path, lane: str, say: Callable[[str], None] = lambda lin
 
 
 def pinned(name: str, text: str, python: str) -> tuple[tuple[Locked, ...], dict[Wheel, str]]:
-    """Return uv's resolution with the best matching wheel of each package, and the URL of each wheel."""
+    """Return uv's resolution with the best matching wheel of each package, and the place of each wheel."""
     ranks = tag_ranks(python)
     packages, sources = [], {}
     for package, urls in parse_lock(name, text):
@@ -166,21 +165,21 @@ def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _blocks(url: str) -> Iterator[bytes]:
+def _blocks(place: str) -> Iterator[bytes]:
     """Yield the bytes of a wheel, from a file or over HTTP."""
-    if url.startswith("file://"):
-        with Path(unquote(url.removeprefix("file://"))).open("rb") as f:
+    if path := local_path(place):
+        with path.open("rb") as f:
             while block := f.read(1 << 20):
                 yield block
         return
     import requests
 
     try:
-        with requests.get(url, stream=True, **http_options()) as answer:
+        with requests.get(place, stream=True, **http_options()) as answer:
             answer.raise_for_status()
             yield from answer.iter_content(1 << 20)
     except requests.RequestException as error:
-        raise BumpgateError(f"{public_url(url)} cannot be fetched: {one_line(error, 120)}") from None
+        raise BumpgateError(f"{public_url(place)} cannot be fetched: {one_line(error, 120)}") from None
 
 
 def moved_row(path: Path, lane: str, lock: Lock) -> str | None:

@@ -107,7 +107,7 @@ def pins(path: Path) -> list[str] | None:
             return None
         what = f"{entry['name']}==={entry['version']}" if "version" in entry else str(entry["name"])
         if archive := entry.get("archive"):
-            url = archive.get("url") or (path.parent / unquote(archive["path"])).resolve().as_uri()
+            url = archive.get("url") or (path.parent / archive["path"]).resolve().as_uri()
             what = f"{entry['name']} @ {url}"
         marker = f" ; {entry['marker']}" if "marker" in entry else ""
         lines.append(" ".join([what + marker, *(f"--hash=sha256:{digest}" for digest in digests)]))
@@ -141,7 +141,8 @@ def _locked(name: str, entry: Mapping[str, Any]) -> tuple[Locked, dict[Wheel, st
     places = {}
     for raw in _files(entry):
         place = str(raw.get("url") or raw["path"])
-        file = raw.get("name") or unquote(place.rsplit("/", 1)[-1])
+        last = place.rsplit("/", 1)[-1]
+        file = raw.get("name") or (unquote(last) if "url" in raw else last)
         sha256 = raw.get("hashes", {}).get("sha256", "")
         if not SHA256.fullmatch(sha256):
             raise LockError(f"{name}: {package} {version} has a wheel without its sha256; freeze again")

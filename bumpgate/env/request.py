@@ -23,7 +23,7 @@ from bumpgate.core.toml import tomllib
 from bumpgate.env.locks import lane_lock, read_lock
 from bumpgate.env.manifest import ManifestRow, load
 from bumpgate.env.store import find
-from bumpgate.env.uv import deciding_settings
+from bumpgate.env.uv import deciding_settings, local_path
 
 SCHEMA = 1
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -336,16 +336,16 @@ def request_key(request: Request, resolved: str | None) -> str:
 
 def _file_stamp(requirement: Requirement) -> list[Any]:
     """Return facts that identify a local file: one version may be built many times under the same file name."""
-    url = requirement.url or ""
-    if not url.startswith("file://"):
-        return []
-    return [url, *_stamp(Path(url.removeprefix("file://")))]
+    path = local_path(requirement.url) if requirement.url else None
+    return [requirement.url, *_stamp(path)] if path else []
 
 
 def _folder_stamps(request: Request) -> list[Any]:
     places = [*request.find_links, *deciding_settings().get("UV_FIND_LINKS", "").split(",")]
-    folders = [Path(p.removeprefix("file://")) for p in places if p]
-    return [[str(f), sorted([w.name, *_stamp(w)] for w in f.glob("*.whl"))] for f in folders if f.is_dir()]
+    folders = [local_path(place) for place in places if place]
+    return [
+        [str(f), sorted([w.name, *_stamp(w)] for w in f.glob("*.whl"))] for f in folders if f and f.is_dir()
+    ]
 
 
 def _stamp(path: Path) -> list[int]:

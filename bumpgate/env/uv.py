@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from bumpgate.core.rows import BumpgateError
 from bumpgate.run.home import home
@@ -94,6 +95,13 @@ def deciding_settings(environ: Mapping[str, str] | None = None) -> dict[str, str
 def public_url(url: str) -> str:
     """Return a URL without user name and password, for messages."""
     return re.sub(r"(?<=//)[^/@]*@", "", url)
+
+
+def local_path(place: str) -> Path | None:
+    """Return the path of a file or folder that is named by its path or by a file URL; None for any other URL."""
+    if place.startswith("file://"):
+        return Path(unquote(place.removeprefix("file://"))).expanduser()
+    return None if "://" in place else Path(place).expanduser()
 
 
 def uv_cache() -> Path:

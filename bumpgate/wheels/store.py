@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING
 
 from bumpgate.core.rows import one_line, write_atomic
 from bumpgate.env.store import StoreError, sha256_of
-from bumpgate.env.uv import http_options, public_url
+from bumpgate.env.uv import http_options, local_path, public_url
 from bumpgate.run.home import home
 
 if TYPE_CHECKING:
@@ -139,8 +139,7 @@ def _note(raw: bytes, build: Build, where: str) -> tuple[str, str]:
 
 def _read(address: str) -> Iterator[bytes] | None:
     """Return the bytes of a file or URL in blocks, or None if it does not exist."""
-    if "://" not in address or address.startswith("file://"):
-        path = Path(address.removeprefix("file://")).expanduser()
+    if path := local_path(address):
         return _blocks(path.open("rb"), address) if path.is_file() else None
     if not address.startswith(("http://", "https://")):
         return _object(address)

@@ -132,6 +132,21 @@ def test_freeze_of_candidate_updates_the_manifest_row(freeze: Freeze, tree: Path
     assert manifest.load(tree / "wheels" / "manifest.toml").adopted("cpu")
 
 
+@pytest.mark.parametrize("absolute", [True, False], ids=["absolute", "relative"])
+def test_freeze_of_a_wheel_file_stores_it(freeze: Freeze, tree: Path, tmp_path: Path, absolute: bool) -> None:
+    """The folder's name has a space, and characters that a URL would quote in this way."""
+    path = fake_wheel(tmp_path / "my%20own wheels", "torch", "1.1", requires=["triton"])
+    code, _, err = freeze(
+        "--lane", "cpu", "--candidate", str(path if absolute else f"../{path.parent.name}/{path.name}")
+    )
+    assert (code, err) == (0, ""), err
+    lock = read_lock(lane_lock(tree, "cpu"))
+    assert lock.versions["torch"] == "1.1"
+    (wheel,) = next(p.wheels for p in lock.packages if p.name == "torch")
+    assert store.verify(wheel).read_bytes() == path.read_bytes()
+    assert build(lane_request(tree, "cpu", str(path))).packages["torch"] == "1.1"
+
+
 def test_freeze_keeps_versions_without_upgrade(
     freeze: Freeze, index: LocalIndex, tree: Path, tmp_path: Path
 ) -> None:

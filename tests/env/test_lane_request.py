@@ -114,6 +114,15 @@ def test_wheel_file_can_be_a_candidate(index: LocalIndex, tree: Path, tmp_path: 
     assert build(lane_request(tree, "cpu", str(mine))).packages["torch"] == "7.0+local"
 
 
+def test_wheel_file_that_was_built_again_is_installed(index: LocalIndex, tree: Path, tmp_path: Path) -> None:
+    found = []
+    for body in ("first = 1\n", "second = 1\n"):
+        mine = fake_wheel(tmp_path / "my wheels", "torch", "7.0", body)
+        python = build(lane_request(tree, "cpu", str(mine))).python
+        found += [p.read_text().endswith(body) for p in python.parents[1].rglob("torch/__init__.py")]
+    assert found == [True, True]
+
+
 @pytest.mark.parametrize(
     ("lane", "candidate", "words"),
     [
