@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
-from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.utils import (
+    InvalidWheelFilename,
+    canonicalize_name,
+    canonicalize_version,
+    parse_wheel_filename,
+)
 from packaging.version import InvalidVersion, Version
 
 from bumpgate.core.baseline import Baseline
@@ -22,6 +27,7 @@ from bumpgate.core.rows import Record
 from bumpgate.env.build import resolve
 from bumpgate.env.freeze import changes, fetch, lock_of
 from bumpgate.env.inventory import content_of, version_of
+from bumpgate.env.links import Offer, offers
 from bumpgate.env.locks import Lock, Wheel
 from bumpgate.env.request import Request, kernel_wheels, lane_request
 from bumpgate.env.store import sha256_of, store_root
@@ -238,7 +244,8 @@ def _kernel_files(root: Path, gate: GateFile, find_links: Sequence[str]) -> dict
     """Return the file of each kernel wheel of the lane that the interpreter had."""
     have = canonical(gate.bad.packages)
     names = [name for name in kernel_wheels(root, gate.lane) if name in have]
-    return {name: _measured_file(gate, name, have[name], find_links) for name in names}
+    offered = offers(find_links) if names else []
+    return {name: _measured_file(gate, name, have[name], offered) for name in names}
 
 
 def _with_files(request: Request, kernels: Sequence[str], files: Mapping[str, Path]) -> Request:
@@ -253,7 +260,7 @@ def _name(requirement: str) -> str:
     return str(canonicalize_name(Requirement(requirement).name))
 
 
-def _measured_file(gate: GateFile, name: str, version: str, find_links: Sequence[str]) -> Path:
+def _measured_file(gate: GateFile, name: str, version: str, offered: Sequence[Offer]) -> Path:
     """Return the wheel file whose content the interpreter had. Raises AdoptionError if none is found."""
     content = gate.bad.wheels.get(name)
     if not content:
@@ -261,22 +268,23 @@ def _measured_file(gate: GateFile, name: str, version: str, find_links: Sequence
             f"the gate does not record the files of {name} {version} in {gate.bad.python}: install it from its"
             " wheel and gate again"
         )
-    for path in _wheel_files(name, find_links):
+    for path in _wheel_files(name, version, offered):
         if content_of(path) == content:
             return path.absolute()
     raise AdoptionError(
-        f"no wheel file has the content of the {name} {version} that was measured: name the folder of the one that"
-        f" {gate.bad.python} was prepared from, with --find-links FOLDER"
+        f"no wheel file has the content of the {name} {version} that was measured: name the folder or page of the"
+        f" one that {gate.bad.python} was prepared from, with --find-links PLACE"
     )
 
 
-def _wheel_files(name: str, find_links: Sequence[str]) -> Iterator[Path]:
-    """Yield the wheel files of a package in folders, in the kernel store and in the wheel store."""
-    folders = [Path(place.removeprefix("file://")).expanduser() for place in find_links]
-    folders += [*sorted((kernel_store() / name).glob("*")), *sorted(store_root().glob("*"))]
-    for path in (path for folder in folders for path in sorted(folder.glob("*.whl"))):
+def _wheel_files(name: str, version: str, offered: Sequence[Offer]) -> Iterator[Path]:
+    """Yield the wheel files of a package and version among the offered ones, in the kernel and in the wheel store."""
+    stores = [*sorted((kernel_store() / name).glob("*")), *sorted(store_root().glob("*"))]
+    public = canonicalize_version(version.partition("+")[0])
+    for offer in (*offered, *offers(str(folder) for folder in stores if folder.is_dir())):
         try:
-            if parse_wheel_filename(path.name)[0] == name:
-                yield path
+            found, its, *_ = parse_wheel_filename(offer.file)
         except InvalidWheelFilename:
             continue
+        if found == name and canonicalize_version(its.public) == public:
+            yield offer.path()

@@ -109,11 +109,11 @@ def fill_store(
             fetch(wheel, sources[wheel], say)
 
 
-def fetch(wheel: Wheel, url: str, say: Callable[[str], None] = lambda line: None) -> Path:
+def fetch(wheel: Wheel, place: str, say: Callable[[str], None] = lambda line: None) -> Path:
     """Put a wheel into the wheel store, unless it is there, and return its path. say: called before a download."""
     if store.find(wheel) is None:
         say(f"fetching {wheel.file}")
-    return store.put(wheel, _blocks(url))
+    return store.put(wheel, blocks(place))
 
 
 def store_adopted(root: Path, lane: str, say: Callable[[str], None] = lambda line: None) -> list[str]:
@@ -165,8 +165,8 @@ def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _blocks(place: str) -> Iterator[bytes]:
-    """Yield the bytes of a wheel, from a file or over HTTP."""
+def blocks(place: str) -> Iterator[bytes]:
+    """Yield the bytes of a wheel, from a file or over HTTP. Raises BumpgateError, OSError."""
     if path := local_path(place):
         with path.open("rb") as f:
             while block := f.read(1 << 20):

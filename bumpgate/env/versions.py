@@ -24,7 +24,7 @@ from packaging.version import InvalidVersion, Version
 from bumpgate.core.rows import BumpgateError, one_line
 from bumpgate.env import store
 from bumpgate.env.request import RUNNING
-from bumpgate.env.uv import host_settings, http_options, public_url
+from bumpgate.env.uv import host_settings, http_options, local_path, public_url
 
 if TYPE_CHECKING:
     import requests
@@ -201,7 +201,7 @@ def _listed(package: str, index: str | None, find_links: tuple[str, ...]) -> Ite
     settings = host_settings()
     for place in (*find_links, *settings.get("UV_FIND_LINKS", "").split(",")):
         if place.strip():
-            yield from _links(package, place.strip())
+            yield from links(place.strip())
     if settings.get("UV_NO_INDEX", "").lower() in ("1", "true", "yes", "on"):
         return
     extra = settings.get("UV_INDEX") or settings.get("UV_EXTRA_INDEX_URL", "")
@@ -223,10 +223,10 @@ def _page(package: str, url: str) -> list[DistributionPackage] | None:
     """Return the files that one index lists; None if it lacks the package."""
     from pypi_simple import ACCEPT_JSON_PREFERRED, ProjectPage
 
-    if url.startswith("file://"):
-        page = Path(url.removeprefix("file://")) / canonicalize_name(package) / "index.html"
-        if not page.parent.parent.is_dir():
-            raise UnreachableError(f"{page.parent.parent}: no such index folder")
+    if folder := local_path(url):
+        page = folder / canonicalize_name(package) / "index.html"
+        if not folder.is_dir():
+            raise UnreachableError(f"{folder}: no such index folder")
         return _linked(page.read_bytes(), page.as_uri(), package) if page.is_file() else None
     address = f"{url.rstrip('/')}/{canonicalize_name(package)}/"
     with _answer(address, ACCEPT_JSON_PREFERRED) as answer:
@@ -256,7 +256,7 @@ def _answer(url: str, accept: str) -> Iterator[requests.Response]:
             raise UnreachableError(f"{public_url(url)} does not answer: {_why(error)}") from None
 
 
-def _linked(html: bytes, base: str, package: str) -> list[DistributionPackage]:
+def _linked(html: bytes, base: str, package: str | None = None) -> list[DistributionPackage]:
     """Return the wheels of an HTML page. PEP 503 has no upload times; mirrors add them in the form that uv reads."""
     from pypi_simple import DistributionPackage
     from pypi_simple.html import RepositoryPage
@@ -283,16 +283,15 @@ def _why(error: Exception) -> str:
     return match[1].strip() if match else one_line(re.sub(r"https?://\S+", "...", text), 120)
 
 
-def _links(package: str, place: str) -> list[DistributionPackage]:
-    """Return the wheels of a folder, or those that a flat page links to."""
-    if "://" not in place or place.startswith("file://"):
-        folder = Path(place.removeprefix("file://")).expanduser()
+def links(place: str) -> list[DistributionPackage]:
+    """Return the wheels of a folder, or those that a flat page links to. Raises UnreachableError (one line)."""
+    if folder := local_path(place):
         if not folder.is_dir():
-            raise UnreachableError(f"{place}: no such folder of wheels")
+            raise UnreachableError(f"{place}: no such folder of wheels: name a folder, or the URL of a page")
         return [_file(path) for path in sorted(folder.glob("*.whl"))]
     with _answer(place, "text/html") as answer:
         answer.raise_for_status()
-        return _linked(answer.content, answer.url, package)
+        return _linked(answer.content, answer.url)
 
 
 def _stored() -> list[DistributionPackage]:

@@ -23,7 +23,7 @@ app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 Lane = Annotated[str, typer.Option(help="A declared lane.")]
 Torch = Annotated[str, typer.Option(help="A version: its environment is built, or read from the cache.")]
 Python = Annotated[str, typer.Option(help="Instead of --torch: this interpreter and its torch.")]
-FindLinks = Annotated[list[str] | None, typer.Option(help="A folder of wheels; repeatable.")]
+FindLinks = Annotated[list[str] | None, typer.Option(help="A folder or page of wheels; repeatable.")]
 
 
 def targets(

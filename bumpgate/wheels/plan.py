@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from bumpgate.doctor import abi
 from bumpgate.doctor.version_checks import driver_version
 from bumpgate.env import store as wheel_store
 from bumpgate.env.inventory import take
+from bumpgate.env.links import Offer, offers
 from bumpgate.env.locks import lane_lock, read_lock
 from bumpgate.env.manifest import KernelWheel, Manifest, load, satisfies
 from bumpgate.env.store import sha256_of
@@ -28,7 +28,6 @@ from bumpgate.wheels.store import Build
 
 # The GPU architecture of a lane, as in sm_90.
 ARCHS = {"h200": 90}
-SUMS = "SHA256SUMS"
 REUSE, BUILD, ABSENT = "reuse", "build", "absent"
 
 
@@ -66,20 +65,24 @@ def read_manifest(root: Path) -> Manifest:
 
 
 def plan(root: Path, lane: str, target: Target, find_links: Sequence[str] = ()) -> list[Choice]:
-    """Return a choice for each kernel wheel of the lane's adopted row. Raises BumpgateError without binutils."""
+    """Return a choice for each kernel wheel of the lane's adopted row.
+
+    Raises BumpgateError (one line) without binutils, and on a place of find_links that cannot be read.
+    """
+    offered = offers(find_links)
     manifest = read_manifest(root)
     wheels = manifest.adopted(lane).wheels
     if wheels and (tool := abi.missing_tool()):
         raise BumpgateError(f"{tool} is not on PATH, so no wheel can be audited: apt-get install binutils")
-    return [_choose(root, lane, wheel, target, manifest, find_links) for wheel in wheels]
+    return [_choose(root, lane, wheel, target, manifest, offered) for wheel in wheels]
 
 
 def _choose(
-    root: Path, lane: str, wheel: KernelWheel, target: Target, manifest: Manifest, find_links: Sequence[str]
+    root: Path, lane: str, wheel: KernelWheel, target: Target, manifest: Manifest, offered: Sequence[Offer]
 ) -> Choice:
     refused: dict[str, None] = {}
     smoke = manifest.smoke.get(wheel.name)
-    for file in _wheel_files(root, lane, wheel, target, find_links):
+    for file in _wheel_files(root, lane, wheel, target, offered):
         found = audited(file, wheel.name, target, manifest)
         if not found.faults:
             ran = "run over shapes of the model" if smoke and smoke.device in target.devices else ""
@@ -135,9 +138,9 @@ def build_of(root: Path, wheel: KernelWheel, target: Target) -> Build:
 
 
 def _wheel_files(
-    root: Path, lane: str, wheel: KernelWheel, target: Target, find_links: Sequence[str]
+    root: Path, lane: str, wheel: KernelWheel, target: Target, offered: Sequence[Offer]
 ) -> Iterator[WheelFile]:
-    """Yield the kernel store's wheel for this target, then the adopted one, then those of the folders."""
+    """Yield the kernel store's wheel for this target, then the adopted one, then those of the folders and pages."""
     if stored := store.find(build_of(root, wheel, target)):
         yield WheelFile(stored.path, stored.sha256, target.found.torch_version)
     lock = lane_lock(root, lane)
@@ -146,10 +149,11 @@ def _wheel_files(
     for each in adopted.values():
         if path := wheel_store.find(each):
             yield WheelFile(path, each.sha256, wheel.torch)
-    for path, listed in folder_wheels(find_links, wheel):
+    for offer in (offer for offer in offered if _is_of(offer, wheel)):
+        path = offer.path()
         # The adopted torch uses the adopted file; another torch has a different one, possibly of the same name.
         own = adopted.get(path.name) if satisfies(wheel.torch, _pin(target.found.torch_version)) else None
-        expected = listed or (own.sha256 if own else "")
+        expected = offer.sha256 or (own.sha256 if own else "")
         known = wheel.sha256 and sha256_of(path) == wheel.sha256
         yield WheelFile(path, expected, wheel.torch if known else "")
 
@@ -158,30 +162,10 @@ def _pin(version: str) -> SpecifierSet:
     return SpecifierSet(f"=={version}", prereleases=True)
 
 
-def folder_wheels(find_links: Sequence[str], wheel: KernelWheel) -> Iterator[tuple[Path, str]]:
-    """Yield the wheels of a package and version in folders, with any label, and the sha256 in SHA256SUMS."""
-    for place in find_links:
-        folder = Path(place.removeprefix("file://")).expanduser()
-        sums = _sums(folder / SUMS)
-        for path in sorted(folder.glob("*.whl")):
-            try:
-                name, version, *_ = parse_wheel_filename(path.name)
-            except InvalidWheelFilename:
-                if path.name.lower().replace("-", "_").startswith(wheel.name.replace("-", "_")):
-                    yield path, sums.get(path.name, "")
-                continue
-            if name == wheel.name and (not wheel.version or version.public == Version(wheel.version).public):
-                yield path, sums.get(path.name, "")
-
-
-def _sums(path: Path) -> dict[str, str]:
-    """Return file name -> sha256, from the format of sha256sum."""
+def _is_of(offer: Offer, wheel: KernelWheel) -> bool:
+    """Return whether a file is of a package and version, with any label; also one whose name is not a wheel's."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    return {
-        m[2].rsplit("/", 1)[-1]: m[1]
-        for line in lines
-        if (m := re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line))
-    }
+        name, version, *_ = parse_wheel_filename(offer.file)
+    except InvalidWheelFilename:
+        return offer.file.lower().replace("-", "_").startswith(wheel.name.replace("-", "_"))
+    return name == wheel.name and (not wheel.version or version.public == Version(wheel.version).public)

@@ -244,9 +244,7 @@ def test_index_of_the_option_is_used(tree: PreparedTree, links: tuple[str, ...])
 @pytest.mark.parametrize("folder", ["old", "later", ""])
 def test_other_build_of_a_kernel_wheel_is_refused(tree: PreparedTree, folder: str) -> None:
     links = ("--find-links", str(tree.kernels / folder)) if folder else ()
-    words = (
-        "no wheel file has the content of the fast 1.0 that was measured: name the folder of the one that "
-    )
+    words = "no wheel file has the content of the fast 1.0 that was measured: name the folder or page of the one that"
     refused(tree, words, *CANDIDATE, *WITHOUT, *REVIEWED, *links)
 
 

@@ -18,6 +18,7 @@ import fsspec
 import pytest
 
 from bumpgate import cli
+from bumpgate.core.errors import BumpgateError
 from bumpgate.env.inventory import take
 from bumpgate.env.store import StoreError, sha256_of
 from bumpgate.run.interpreter import Interpreter
@@ -27,7 +28,7 @@ from bumpgate.wheels.audit import Target, gpu_archs
 from bumpgate.wheels.plan import Choice, plan
 from suites.support.planted import planted
 from suites.wheels import extensions
-from tests.support.local_index import isolated
+from tests.support.local_index import LocalIndex, isolated
 from tests.support.tree import FAST_MANIFEST, ROOT
 from tests.support.wheel_files import difference, gpu_code, sdist, wheel
 
@@ -160,6 +161,22 @@ def test_plan_reuses_a_wheel_without_extension_and_notes_it(tree: Path, target: 
     wheel(tree / "links", b"", "import fast.absent\n", library="README", tag="py3-none-any")
     (choice,) = plan(tree, "h200", target, [str(tree / "links")])
     assert (choice.action, "does not import" in choice.reason) == ("absent", True)
+
+
+@pytest.mark.parametrize("kind", ["file URL", "page", "absent"])
+def test_plan_reads_file_urls_and_pages(kind: str, tree: Path, target: Target) -> None:
+    code = "def run(n):\n    return f'cpu:{n}'\n"
+    (tree / "my links").mkdir()
+    path = wheel(tree / "my links", b"", code, library="README", tag="py3-none-any")
+    with LocalIndex([path]) as index:
+        place = {"file URL": path.parent.as_uri(), "page": f"{index.url}/fast"}.get(kind, "/none")
+        if kind == "absent":
+            with pytest.raises(BumpgateError, match=r"^/none: no such folder of wheels"):
+                plan(tree, "h200", target, [place])
+            return
+        (choice,) = plan(tree, "h200", target, [place])
+    assert choice.wheel is not None
+    assert (choice.action, sha256_of(choice.wheel)) == ("reuse", sha256_of(path))
 
 
 def test_plan_selects_the_valid_wheel_among_invalid_ones(
