@@ -24,7 +24,8 @@ from bumpgate.adopt.measured import (
     measured_set,
     some,
 )
-from bumpgate.adopt.plan import moved_baseline, moved_extra
+from bumpgate.adopt.pins import moved_requirements
+from bumpgate.adopt.plan import moved_baseline
 from bumpgate.adopt.review import reviewed as review_of
 from bumpgate.core import accepted, gate_file, lanes
 from bumpgate.core.baseline import file_text, find_root, load
@@ -89,7 +90,7 @@ def command(
         bool, typer.Option("--store/--no-store", help="Put the wheels into the wheel store, for rollback.")
     ] = True,
 ) -> None:
-    """Make the candidate of a gate the adopted set of its lane: lock, manifest row, extra, baseline and history.
+    """Make the candidate of a gate the adopted set of its lane: lock, manifest row, requirements, baseline and history.
 
     The gate must be ADOPT, or HOLD with every blocking finding named by --reviewed or --review with a reason. The
     work tree must be the one that was gated. If the candidate was an interpreter, the set of --candidate is resolved,
@@ -218,11 +219,7 @@ def _adopting(
     assert record is not None
     lock = measured.lock
     lane, locked = gate.lane, lane_lock(root, gate.lane)
-    manifest, project, reviewed_rows = (
-        root / "wheels/manifest.toml",
-        root / "pyproject.toml",
-        root / f"baselines/{lane}.json",
-    )
+    manifest, reviewed_rows = root / "wheels/manifest.toml", root / f"baselines/{lane}.json"
     torch = str(record.provenance.get("torch") or lock.versions.get("torch", ""))
     row = moved_manifest(root, lane, lock, torch, without)
     check_manifest(manifest, row)
@@ -233,7 +230,7 @@ def _adopting(
     after = {
         locked: lock_text(lock),
         manifest: row,
-        project: moved_extra(project, lane, lock.versions, without),
+        **moved_requirements(root, lane, lock, without),
         reviewed_rows: file_text(new),
     }
     edits = [

@@ -1,22 +1,14 @@
-"""What an adoption writes: pure functions from a gate and the present files to the new ones."""
+"""Which values of a candidate an adoption writes into the baseline: pure functions of a gate."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 from bumpgate.core.baseline import BUILD, Baseline, judge
 from bumpgate.core.findings import NO_REGRESSION
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Judgement, Record, Verdict
-from bumpgate.env.manifest import satisfies
 from bumpgate.rebaseline import MADE_WITH, BaselineChange, build_of, judged, reviewed
 from bumpgate.run.edits import AdoptionError
 
@@ -106,57 +98,3 @@ def _confirmed(gate: GateFile, j: Judgement) -> bool:
     """Return whether the sessions of a row, if it had any, found it faster with certainty."""
     timed = gate.timed.get(j.row.id)
     return timed is None or timed.interval[1] < 1
-
-
-def moved_extra(
-    path: Path, lane: str, versions: Mapping[str, str], without: Collection[str] = ()
-) -> str | None:
-    """Return pyproject.toml with the exact pins of a lane's extra moved to the versions of the set.
-
-    The requirements of `without` are removed. Comments and order are kept. Returns None if nothing changes.
-    """
-    import tomlkit
-
-    document = tomlkit.parse(path.read_bytes().decode("utf-8"))
-    project: Any = document["project"]
-    extras = project["optional-dependencies"]
-    moved = False
-    for extra in _extras(extras, lane, canonicalize_name(str(project["name"]))):
-        names = [canonicalize_name(Requirement(str(text)).name) for text in extras[extra]]
-        for index in reversed([i for i, name in enumerate(names) if name in without]):
-            del extras[extra][index]
-            moved = True
-        for index, text in enumerate(extras[extra]):
-            pinned = _repinned(str(text), versions)
-            if pinned:
-                extras[extra][index] = pinned
-                moved = True
-    return tomlkit.dumps(document) if moved else None
-
-
-def _extras(extras: Mapping[str, Sequence[str]], lane: str, project: str) -> Iterator[str]:
-    """Yield the names of a lane's extra and of the extras that it includes."""
-    waiting, seen = [lane], set[str]()
-    while waiting:
-        extra = waiting.pop(0)
-        if extra in seen or extra not in extras:
-            continue
-        seen.add(extra)
-        yield extra
-        for text in extras[extra]:
-            requirement = Requirement(str(text))
-            if canonicalize_name(requirement.name) == project:
-                waiting += sorted(requirement.extras)
-
-
-def _repinned(text: str, versions: Mapping[str, str]) -> str | None:
-    """Return a requirement with its exact pin moved; None if it has none or the set keeps it."""
-    requirement = Requirement(text)
-    version = versions.get(canonicalize_name(requirement.name))
-    exact = [s for s in requirement.specifier if s.operator in ("==", "===")]
-    if version is None or not exact or satisfies(version, requirement.specifier):
-        return None
-    # A local label in the pin names one build; without it any build of the release is accepted, as before.
-    label = any(Version(s.version).local for s in exact if "*" not in s.version)
-    requirement.specifier = SpecifierSet(f"=={version if label else Version(version).public}")
-    return str(requirement)
