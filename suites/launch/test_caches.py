@@ -20,6 +20,9 @@ import pytest
 from bumpgate.plugin.rows import InfraError
 from launch import caches
 from launch.caches import CacheError, DiskFull, disk_full, sync, usable
+from launch.contract import load
+from launch.environment import RUN, child_environment, run_caches
+from launch.train import main
 from suites.launch.conftest import Checkout, Launcher
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
@@ -314,6 +317,30 @@ def test_sync_copies_only_what_differs(lane: Lane, tmp_path: Path) -> None:
     os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert sync(source, target) == [names[0], names[2]]
     assert (target / "own").read_text() == "of this host"
+
+
+@lanes("cpu")
+def test_named_run_seeds_and_publishes_its_caches(
+    lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One file is in the shared directory before the run, and one in the run's own, as if it had been compiled."""
+    contract = load()
+    for name in contract.cache_folders:
+        monkeypatch.delenv(name)
+    for name, value in {"XDG_CACHE_HOME": str(tmp_path), RUN: "a"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in child_environment(contract, os.environ).items():
+        monkeypatch.setenv(name, value)
+    for folder in (folder for pair in run_caches(contract) for folder in pair):
+        folder.mkdir(parents=True)
+    shared, own = run_caches(contract)[0]
+    (shared / "former").write_text("of a former run")
+    (own / "code").write_text("of this run")
+    assert main(["--smoke", "--policy", "eager", "--steps", "1", "--batch", "2", "--tokens", "16"]) == 0
+    report = json.loads(capsys.readouterr().out)["caches"]
+    assert (report["seeded"], report["published"]) == (1, 1)
+    assert (own / "former").read_text() == "of a former run"
+    assert (shared / "code").read_text() == "of this run"
 
 
 @lanes("cpu")

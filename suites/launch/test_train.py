@@ -5,6 +5,7 @@ Rules X13 (data), C36 (numerics), C29 (refusal on violation). B batch, T tokens.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -253,11 +254,17 @@ def test_non_finite_loss_stops_the_run(lane: Lane, tmp_path: Path) -> None:
 @lanes("cpu")
 def test_non_finite_weight_is_not_saved(lane: Lane, tmp_path: Path) -> None:
     run = trainer(TrainingPlan(2, policy="eager"), checkpoint=tmp_path / "state.pt")
-    with torch.no_grad():
-        [*run.model.parameters()][-1].flatten()[-1] = math.nan
-    with pytest.raises(NonFiniteError, match="a weight is not finite"):
-        run.save()
-    assert not run.checkpoint.exists()
+    parameters = [*run.model.parameters()]
+    for at, value in itertools.product((0, len(parameters) // 2, -1), (math.nan, math.inf, -math.inf)):
+        weights = parameters[at].detach().flatten()
+        before = weights[-1].clone()
+        weights[-1] = value
+        with pytest.raises(NonFiniteError, match="a weight is not finite"):
+            run.save()
+        assert not run.checkpoint.exists(), (at, value)
+        weights[-1] = before
+    run.save()
+    assert run.checkpoint.exists(), "each fault was taken back, so that each was alone"
 
 
 @lanes("cpu")
@@ -278,6 +285,8 @@ def test_lr_schedule_rises_and_falls(lane: Lane) -> None:
     plan = TrainingPlan(101, lr=1.0, warmup=10)
     rates = [plan.lr_at(step) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
+    assert rates[25] == pytest.approx(0.775)
+    assert rates[50] == pytest.approx(0.55)
     assert rates[-1] == pytest.approx(0.1)
     assert rates.index(largest(rates)) == 9
 

@@ -6,6 +6,7 @@ B batch, T tokens.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,9 @@ import torch
 
 from launch import train
 from launch.data import SyntheticBatches
-from launch.train import Trainer, TrainingPlan, main
+from launch.dist.layout import Layout
+from launch.train import NonFiniteError, Trainer, TrainingPlan, main
+from launch.warmup import Start
 from model import HybridConfig, preset
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
@@ -77,6 +80,51 @@ def test_summary_has_first_and_last_loss_and_the_rate(lane: Lane, monkeypatch) -
     assert len(set(run.losses)) == 3
     assert (summary["loss_first"], summary["loss_last"]) == (run.losses[0], run.losses[2])
     assert summary["tokens_per_second"] == 2 * B * T / (2 + 6)
+
+
+@lanes("cpu")
+def test_summary_counts_the_dropped_pairs(lane: Lane) -> None:
+    """Those of the steps, with experts too small for their tokens."""
+    run = smoke(2, preset("nam12", "narrow", layer_pattern="AE", depth=2, capacity_factor=1.0))
+    summary = run.run(allow_synthetic="smoke")
+    assert summary["dropped_pairs"] == sum(int(block.overflow) for block in run.model.blocks[1::2]) > 0
+
+
+@lanes("cpu")
+def test_infinite_loss_stops_the_run(lane: Lane, monkeypatch) -> None:
+    """A NaN is not the only loss that is not finite."""
+    run = smoke(2)
+    forward = run._forward
+    monkeypatch.setattr(run, "_forward", lambda ids: forward(ids) * math.inf)
+    with pytest.raises(NonFiniteError, match=r"^step 0: the loss is inf; the last checkpoint is good$"):
+        run.run(allow_synthetic="smoke")
+    assert run.losses == []
+
+
+# Pattern, policy, style (of ranks; "" for one process) -> the start of the run.
+STARTS = {
+    ("AE", "regional", ""): Start("cpu", regional=True, moe=True),
+    ("AM", "regional", ""): Start("cpu", regional=True, moe=False),
+    ("AE", "per_block", ""): Start("cpu", regional=True, moe=True),
+    ("AE", "whole_opaque", ""): Start("cpu", regional=False, moe=True),
+    ("AM", "eager", ""): Start("cpu", regional=False, moe=False, compiled=False),
+    ("AE", "regional", "ddp"): Start("cpu", regional=True, moe=True),
+    ("AE", "eager", "fsdp2"): Start("cpu", regional=False, moe=True, fsdp=True, compiled=False),
+}
+
+
+@lanes("cpu")
+@pytest.mark.parametrize(("pattern", "policy", "style"), STARTS)
+def test_trainer_states_its_start(lane: Lane, pattern: str, policy: str, style: str, monkeypatch) -> None:
+    """The table of warm-ups (rule C30) decides by it; the device is given with its index, as for a rank."""
+    stated: list[Start] = []
+    monkeypatch.setattr(train, "load_warmup", lambda: SimpleNamespace(skipped=stated.append))
+    monkeypatch.setattr(Trainer, "_parallelize", lambda run, ranks, contract, backend, start: None)
+    config = preset("nam12", "narrow", layer_pattern=pattern, depth=2)
+    plan = TrainingPlan(1, policy=policy)
+    ranks = {"ranks": object(), "layout": Layout(style)} if style else {"layout": Layout("fsdp2")}
+    Trainer(config, plan, SyntheticBatches(config.vocab_size, B, T, 0), device="cpu:0", **ranks)
+    assert stated == [STARTS[pattern, policy, style]]
 
 
 @lanes("cpu")
