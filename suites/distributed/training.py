@@ -5,6 +5,7 @@ The one process takes the rows of all ranks as its batch, and as many of them at
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import shutil
 import time
@@ -55,15 +56,17 @@ def trainer(
     division: str,
     pattern: str = PATTERN,
     alone: bool = False,
+    rows: int = ROWS,
+    bias_rate: float = 0.0,
     **options: Any,
 ) -> Trainer:
-    """Build a trainer of a narrow model; alone: one process, with the batch of all ranks."""
+    """Build a trainer of a narrow model; alone: one process, with the batch of all ranks. rows: of a forward."""
     chosen = LAYOUTS[division]
     source = packed_batches(TokenFile(CORPUS), ROWS * chosen.shares(ranks.world), TOKENS, 0)
-    config = preset("nam12", "narrow", layer_pattern=pattern, depth=len(pattern))
+    config = preset("nam12", "narrow", layer_pattern=pattern, depth=len(pattern), bias_rate=bias_rate)
     place = {} if alone else {"ranks": ranks, "layout": chosen}
     device = str(ranks.device)
-    return Trainer(config, plan, source, device=device, rows=ROWS, **place, **options)
+    return Trainer(config, plan, source, device=device, rows=rows, **place, **options)
 
 
 def first_gradients(run: Trainer) -> dict[str, Tensor]:
@@ -92,6 +95,12 @@ def apart(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, A
         "different": sum(not torch.equal(found[name], other) for name, other in reference.items()),
         "relative": relative,
     }
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """Return the sha256 of the values of all tensors."""
+    values = b"".join(value.cpu().numpy().tobytes() for value in tensors.values())
+    return hashlib.sha256(values).hexdigest()
 
 
 @contextmanager
@@ -150,13 +159,15 @@ def compare(
     wide: bool = False,
     bucket: float = 0.0,
     fault: str = "",
+    **options: Any,
 ) -> dict[str, Any]:
     """Train over the ranks and in one process -> how losses, gradients and weights differ.
 
     `repeated` is how a repetition of the one process differs, compiled on a GPU.
 
     wide: in fp64, and the one process is eager; otherwise it has the policy of the ranks. bucket: of DDP's gradients,
-    in MiB, in place of torch's default; the ranks then compile in their first step, under DDP, as on a GPU.
+    in MiB, in place of torch's default; the ranks then compile in their first step, under DDP, as on a GPU. options: of
+    both trainers.
     """
     if bucket:
         parallel.DistributedDataParallel = _with_buckets(bucket)  # type: ignore[misc]
@@ -169,22 +180,22 @@ def compare(
     if ranks.rank:
         ranks.meet()  # rank 0 compiles first, the others find its code in the cache
     single = replace(plan, policy="eager") if wide else plan
-    one = trainer(ranks, single, division, pattern, alone=True)
+    one = trainer(ranks, single, division, pattern, alone=True, **options)
     expected = first_gradients(one)
-    one.run()
+    all_dropped = one.run()["dropped_pairs"]
     repeated: dict[str, Tensor] = {}
     if ranks.device.type == "cuda" and policy != "eager":
         torch.compiler.reset()
-        again = trainer(ranks, single, division, pattern, alone=True)
+        again = trainer(ranks, single, division, pattern, alone=True, **options)
         repeated = first_gradients(again)
         again.run()
     if not ranks.rank:
         ranks.meet()
     torch.compiler.reset()
     with planted(fault), DynamoWatch() as watch:
-        run = trainer(ranks, plan, division, pattern, backend=watch.backend())
+        run = trainer(ranks, plan, division, pattern, backend=watch.backend(), **options)
         found = first_gradients(run)
-        run.run()
+        dropped = run.run()["dropped_pairs"]
         recompiles = len(watch.refresh().recompiles)
     return {
         "losses": run.losses,
@@ -192,6 +203,9 @@ def compare(
         "gradients": apart(found, expected),
         "repeated": apart(repeated, expected) if repeated else None,
         "weights": apart(whole(run.model.state_dict()), one.model.state_dict()),
+        "dropped": {"all": all_dropped, "stated": dropped, "own": run.model.overflow()},
+        "state": digest(whole(run.model.state_dict())),
+        "balance": {name: len(b.unique()) for name, b in run.model.named_buffers() if b.is_floating_point()},
         "programs": len(run.programs.seen),
         "expected_programs": run.programs.allowed,
         "recompiles": recompiles,

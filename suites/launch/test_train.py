@@ -5,10 +5,12 @@ Rules X13 (data), C36 (numerics), C29 (refusal on violation). B batch, T tokens.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,9 +24,9 @@ from torch import Tensor
 
 from bumpgate.plugin.instruments import DynamoWatch, reset_dynamo
 from launch import contract, train
-from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches
+from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches, receipt
 from launch.optimizers import build_optimizer
-from launch.train import NonFiniteError, Trainer, TrainingPlan, main
+from launch.train import NonFiniteError, Trainer, TrainingPlan, facts, main, parser
 from model import preset
 from suites.support.child import ROOT, run_json
 from suites.support.comparison import AT_MOST, error_ratio, over
@@ -289,6 +291,22 @@ def test_lr_schedule_rises_and_falls(lane: Lane) -> None:
     assert rates[50] == pytest.approx(0.55)
     assert rates[-1] == pytest.approx(0.1)
     assert rates.index(largest(rates)) == 9
+
+
+@lanes("cpu")
+def test_ranks_must_share_each_option_and_the_data(lane: Lane) -> None:
+    """A rank with another value of any of these is refused before the first step (rule C39)."""
+    options = parser().parse_args(["--steps", "4", "--data", str(CORPUS)])
+    data = receipt(packed_batches(TokenFile(CORPUS), 2, 32, options.seed))
+    found = facts(options, data)
+    for name in vars(options):
+        given = argparse.Namespace(**{**vars(options), name: "another"})
+        assert facts(given, data) == {**found, f"--{name.replace('_', '-')}": "another"}
+    assert {"--seed", "--lr", "--dtype", "--data", "--checkpoint-every"} < set(found)
+    assert (found["sha256"], found["tokenizer"]) == (data["sha256"], str(data["tokenizer"]))
+    for name in ("sha256", "tokenizer"):
+        assert facts(options, {**data, name: "another"}) == {**found, name: "another"}
+    assert (found["torch"], found["python"]) == (torch.__version__, platform.python_version())
 
 
 @lanes("cpu")
