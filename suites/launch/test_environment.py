@@ -34,6 +34,16 @@ from suites.support.planted import planted, report_fault
 # Any free port: a gate runs this test on both sides at once.
 RANK = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 TABLES = contracts.read()["environment"]
+REFUSED = {
+    "TORCHDYNAMO_DISABLE",
+    "TORCHDYNAMO_SUPPRESS_ERRORS",
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
+    "TORCH_COMPILE_DISABLE",
+    "TORCH_COMPILE_FORCE_DISABLE_CACHES",
+    "TORCH_COMPILE_OVERRIDE_BACKENDS",
+    "TORCH_COMPILE_OVERRIDE_DYNAMO_CONFIGS",
+    "TORCH_COMPILE_OVERRIDE_INDUCTOR_CONFIGS",
+}
 SMALL = ["--smoke", "--policy", "eager", "--steps", "2", "--batch", "2", "--tokens", "16"]
 
 
@@ -227,6 +237,12 @@ def test_torch_reads_exactly_the_exported_variables(lane: Lane) -> None:
 
 
 @lanes("cpu")
+def test_contract_refuses_every_known_switch(lane: Lane) -> None:
+    """The other tests plant the variables that the contract names."""
+    assert set(load().refused_variables) == REFUSED
+
+
+@lanes("cpu")
 def test_child_environment_overrides_nothing(lane: Lane) -> None:
     contract = load()
     given = {"HOME": "/h", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TRITON_CACHE_DIR": "/t"}
@@ -364,10 +380,17 @@ def sites(tree: ast.AST) -> tuple[list[int], list[int], list[int]]:
     return resets, silenced, [line for line in silenced if line not in guarded]
 
 
+def product_files() -> list[Path]:
+    """Return every source file of launch, model and kernels."""
+    files = [path for room in ("launch", "model", "kernels") for path in (ROOT / room).rglob("*.py")]
+    assert len(files) > 50
+    return files
+
+
 @lanes("cpu")
-def test_launch_has_one_reset_and_two_guarded_suppressions(lane: Lane) -> None:
-    found = {path.name: sites(ast.parse(path.read_text())) for path in sorted((ROOT / "launch").glob("*.py"))}
-    assert {name: len(resets) for name, (resets, _, _) in found.items() if resets} == {"train.py": 1}
+def test_product_has_one_reset_and_guarded_suppressions(lane: Lane) -> None:
+    found = {str(path.relative_to(ROOT)): sites(ast.parse(path.read_text())) for path in product_files()}
+    assert {name: len(resets) for name, (resets, _, _) in found.items() if resets} == {"launch/train.py": 1}
     assert sum(len(silenced) for _, silenced, _ in found.values()) <= 2
     assert not any(bare for _, _, bare in found.values())
     assert not {"suppress_errors", "disable"} & set(load().dynamo), "the contract would set it for every run"
@@ -390,6 +413,4 @@ def test_no_switch_disables_compilation(lane: Lane) -> None:
     """Rule C32: the word occurs in no product file; the run above has it in its environment and still compiles."""
     pattern = re.compile(r"no_?compile|(skip|disable)_?compile", re.IGNORECASE)
     assert pattern.search("if os.environ.get('NO_COMPILE'):")
-    files = [path for room in ("launch", "model", "kernels") for path in (ROOT / room).rglob("*.py")]
-    assert len(files) > 50
-    assert [str(path) for path in files if pattern.search(path.read_text())] == []
+    assert [str(path) for path in product_files() if pattern.search(path.read_text())] == []

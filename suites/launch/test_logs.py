@@ -36,6 +36,20 @@ NAMES = [c.name for c in CLASSES]
 EITHER = "{recompile|cache_size}_limit"
 HERE = "W0102 03:04:05.006000 7 torch/_dynamo/x.py:8] [0/0] "
 
+# The classes that do not alert at once -> action, bound and companions, as reviewed.
+NOT_AT_ONCE = {
+    "autotune_candidate": (
+        "correlate",
+        None,
+        ("cuda_out_of_memory", "collective_timeout", "device_assert", "compile_worker"),
+    ),
+    "graph_break": ("count", 13, ()),
+    "recompile": ("count", 8, ()),
+    "xla_compile": ("count", 2, ()),
+    "triton_builtin": ("ignore", None, ()),
+    "advice": ("ignore", None, ()),
+}
+
 # A line that is close to each class but does not belong to it.
 NEAR = {
     "disk_full": "OSError: [Errno 13] Permission denied: 'no space left for names'",
@@ -121,6 +135,13 @@ def test_every_pattern_has_a_corpus_line(lane: Lane) -> None:
         if not any(compile_pattern(pattern)[1].search(line) for line in lines)
     ]
     assert missing == []
+
+
+@lanes("cpu")
+def test_classes_alert_as_reviewed(lane: Lane) -> None:
+    """The other tests of a class take its action and its bound from the contract."""
+    stated = {c.name: (c.action, c.bound, c.companions) for c in CLASSES}
+    assert stated == dict.fromkeys(NEAR, ("alert", None, ())) | NOT_AT_ONCE
 
 
 @lanes("cpu")
