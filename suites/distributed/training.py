@@ -99,7 +99,7 @@ def apart(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, A
 
 def digest(tensors: dict[str, Tensor]) -> str:
     """Return the sha256 of the values of all tensors."""
-    values = b"".join(value.cpu().numpy().tobytes() for value in tensors.values())
+    values = b"".join(t.cpu().flatten().view(torch.uint8).numpy().tobytes() for t in tensors.values())
     return hashlib.sha256(values).hexdigest()
 
 
