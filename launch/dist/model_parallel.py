@@ -36,7 +36,8 @@ def shard_attention(model: Hybrid, mesh: DeviceMesh) -> int:
     """
     divided = 0
     for block in model.blocks:
-        if not isinstance(block, AttentionBlock) or block.gate is not None:
+        # A sparse block is a subclass, and its indexer needs the distribution over all heads.
+        if type(block) is not AttentionBlock or block.gate is not None:
             continue
         for layer in (block.query, block.key):
             if (heads := layer.out_features // block.head_dim) % mesh.size():

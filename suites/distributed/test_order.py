@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from launch.contract import ContractError, load
 from launch.dist import parallel
+from launch.dist.model_parallel import shard_attention
 from launch.dist.parallel import check_identity, identity, parallelize
 from model import Hybrid, preset
+from model.config import DSAConfig, MLAConfig
 from suites.support.hybrids import build
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
@@ -125,3 +128,22 @@ def test_parallelize_refuses_unsupported_style_or_policy(
     with pytest.raises(ContractError, match="ranks support ddp and fsdp2, with eager, per_block, regional"):
         parallelize(model, load(), mesh, style, policy)
     assert stage(model) == (0, 0)
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("rest", [{}, {"mla": MLAConfig(16, 16, 16, 16, 16)}], ids=["grouped", "latent"])
+def test_latent_and_sparse_blocks_are_not_divided(lane: Lane, mesh: DeviceMesh, rest: dict) -> None:
+    """A sparse block is a grouped-query block with an indexer, whose loss needs all heads."""
+    changes = {"layer_pattern": "A", "depth": 3, "dsa": DSAConfig(ranks=(1, 3), heads=2, width=8, top_k=8)}
+    model = build(preset("nam12", "narrow", **changes, **rest))
+    if rest:
+        with pytest.raises(ContractError, match="nam12 has no attention block whose heads can be divided"):
+            shard_attention(model, mesh)
+    else:
+        assert shard_attention(model, mesh) == 1
+    divided = {
+        kind
+        for kind, block in zip(model.config.kinds, model.blocks)
+        if any(isinstance(parameter, DTensor) for parameter in block.parameters())
+    }
+    assert divided == (set() if rest else {"A:gqa"})
