@@ -145,7 +145,7 @@ class HybridConfig:
     rope_base: float = 500_000.0
     attention_softcap: float = 30.0
     attention_gate: str = "none"  # or a sigmoid gate on the output by "head" or by "channel"
-    window: int = 0
+    window: int = 0  # keys that a query sees in a block of kind A:gqa; 0: all
 
     mla: MLAConfig | None = None  # on the A layers without sparse attention
     dsa: DSAConfig | None = None
@@ -225,6 +225,11 @@ class HybridConfig:
             rules[f"dsa.ranks must lie in 1..{count}, the A layers"] = set(self.dsa.ranks) <= {
                 *range(1, count + 1)
             }
+        if whole := sorted({"A:mla", "A:dsa"} & {*self.kinds}):
+            # These blocks attend to all earlier tokens: a window would silently do nothing.
+            rules[
+                f"window {self.window} needs A:gqa blocks, not {', '.join(whole)}: set it to 0"
+            ] = not self.window
         if self.mla:
             rules["mla.rope_dim must be even"] = self.mla.rope_dim % 2 == 0
         if self.engram:

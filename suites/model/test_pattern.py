@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from model import expand_pattern, preset
-from model.config import HybridConfig, MLAConfig, StructureConfig
+from model.config import DSAConfig, HybridConfig, MLAConfig, StructureConfig
 from model.presets import NAMES, SIZES
 from suites.support.lanes import Lane, lanes
 
@@ -91,6 +91,8 @@ def test_bad_patterns_are_refused(lane: Lane, pattern: str, depth: int, message:
         ({"head_dim": 15}, "head_dim must be even"),
         ({"mla": MLAConfig(rope_dim=15)}, "mla.rope_dim must be even"),
         ({"attention_gate": "token"}, "attention_gate must be"),
+        ({"window": 9, "mla": MLAConfig()}, "window 9 needs A:gqa blocks, not A:mla: set it to 0"),
+        ({"window": 9, "dsa": DSAConfig(ranks=(2,))}, "window 9 needs A:gqa blocks, not A:dsa: set it to 0"),
     ],
 )
 def test_bad_configurations_are_refused(lane: Lane, changes: dict, message: str) -> None:
