@@ -5,6 +5,8 @@ B batch, T tokens, D model dim, N streams.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,6 +25,18 @@ CONFIG = preset("nam12", "narrow", hyper=HyperConfig(streams=4, layers=3))
 def logits(n: int, seed: int, spread: float = 1.0) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
     return spread * torch.randn(2, 3, n, n, generator=g, dtype=torch.float64)
+
+
+class Residual(torch.nn.Module):
+    """x + f(x)."""
+
+    def __init__(self, f: torch.nn.Module) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (...,D) -> (...,D)."""
+        return x + self.f(x)
 
 
 def off_balance(matrix: torch.Tensor) -> float:
@@ -107,6 +121,34 @@ def test_streams_start_as_the_model_without_them(lane: Lane, hyper: HyperConfig)
         torch.testing.assert_close(model.logits(ids), plain, rtol=1e-9, atol=1e-9)
         model.blocks[1].bias[hyper.streams] += 1.0  # one stream's weight of the second block's output
         assert float((model.logits(ids) - plain).abs().max()) > 1e-4
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("streams", [2, 4])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_streams_equal_the_formula(lane: Lane, layer: int, streams: int) -> None:
+    """One token at a time, with unequal streams: H'_n = sum_m Hres[n,m] H_m + Hpost_n f(sum_m Hpre_m H_m)."""
+    N, D = streams, CONFIG.d_model
+    config = CONFIG.with_(hyper=HyperConfig(streams=N, layers=3, uniform=0.3))
+    torch.manual_seed(layer)
+    inner = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh()).double()
+    block = HyperBlock(Residual(inner), config, layer, with_aux=False).double()
+    torch.nn.init.normal_(block.bias)
+    torch.nn.init.normal_(block.dynamic, std=D**-0.5)
+    x = torch.randn(2, 3, N, D, dtype=torch.float64)
+    with torch.no_grad():
+        found = block(x.flatten(-2))
+        for b, t in itertools.product(range(2), range(3)):
+            H = x[b, t]
+            seen = sum(H) / N
+            scores = block.dynamic @ (seen / (seen.square().mean() + config.norm_eps).sqrt()) + block.bias
+            pre, post = scores[:N].softmax(0), 2 * scores[N : 2 * N].sigmoid()
+            res = doubly_stochastic(scores[2 * N :].view(N, N), config.hyper.iterations)
+            res = 0.7 * res + 0.3 / N
+            out = inner(sum(pre[m] * H[m] for m in range(N)))
+            mixed = [sum(res[n, m] * H[m] for m in range(N)) + post[n] * out for n in range(N)]
+            expected = sum(mixed) / N if layer == 2 else torch.cat(mixed)
+            torch.testing.assert_close(found[b, t], expected, rtol=1e-11, atol=1e-11)
 
 
 @lanes("cpu", "h200")
