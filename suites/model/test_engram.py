@@ -5,6 +5,8 @@ B batch, T tokens, D model dim, W bottleneck width.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,6 +104,31 @@ def test_mixed_branches_start_as_their_sum(lane: Lane) -> None:
         randomize_zero_parameters(block)
         moved = block(x, doc_ids, positions) - plain(x, doc_ids, positions)
         assert float(moved.abs().max()) > 1e-4
+
+
+@lanes("cpu")
+def test_mixed_branches_equal_the_formula(lane: Lane) -> None:
+    """Token by token: x + sum_i w_i b_i with w = 2 softmax of tanh(norm(b_i) . score_i / sqrt D)."""
+    config = CONFIG.with_(hyper=HyperConfig(mix_branches=True))
+    torch.manual_seed(SEED)
+    block = EngramBlock("A:gqa", BLOCKS["A:gqa"](config), config).double()
+    randomize_zero_parameters(block.engram)
+    torch.nn.init.normal_(block.score, std=2.0)
+    x, doc_ids = stream(lane)
+    positions = torch.arange(T, dtype=torch.int32).expand_as(doc_ids)
+    with torch.no_grad():
+        found = block(x, doc_ids, positions)
+        branches = block.block(x, doc_ids, positions) - x, by_hand(block.engram, x, doc_ids)
+        for b in range(x.shape[0]):
+            for t in range(T):
+                terms = [branch[b, t] for branch in branches]
+                powers = []
+                for term, score in zip(terms, block.score):
+                    normed = term / (term.square().mean() + config.norm_eps).sqrt()
+                    powers.append(math.exp(math.tanh(float(normed @ score) / config.d_model**0.5)))
+                assert abs(powers[0] / powers[1] - 1) > 1e-3
+                mixed = sum(2 * power / sum(powers) * term for power, term in zip(powers, terms))
+                torch.testing.assert_close(found[b, t], x[b, t] + mixed, rtol=1e-10, atol=1e-10)
 
 
 @lanes("cpu")
