@@ -12,6 +12,7 @@ from model import preset
 from model.config import DSAConfig, MLAConfig, NgramConfig
 from model.decode import decode_step, empty_state, forget
 from model.hybrid import documents
+from suites.model.programs import randomize_zero_parameters
 from suites.support.hybrids import build, token_batch
 from suites.support.lanes import Lane, lanes
 
@@ -20,7 +21,9 @@ BLOCKS = {
     "attention": ("A", {}),
     "attention_window": ("A", {"window": 9}),
     "attention_gate": ("A", {"attention_gate": "head"}),
+    "attention_channel_gate": ("A", {"attention_gate": "channel"}),
     "mla": ("A", {"mla": MLAConfig(16, 16, 8, 8, 8)}),
+    "mla_gate": ("A", {"mla": MLAConfig(16, 16, 8, 8, 8), "attention_gate": "channel"}),
     "dsa": ("A", {"dsa": DSAConfig(ranks=(1,), heads=2, width=8, top_k=7)}),
     "mamba3": ("M", {}),
     "mimo": ("M", {"m_mixer": "mimo"}),
@@ -34,7 +37,7 @@ BLOCKS = {
 def test_block_decode_equals_full_forward(lane: Lane, name: str) -> None:
     letter, changes = BLOCKS[name]
     config = preset("nam12", "narrow", **changes)
-    model = build(config, lane.device, torch.float64)
+    model = randomize_zero_parameters(build(config)).to(lane.device, torch.float64)
     block = model.blocks[config.letters.index(letter)]
     doc_ids, positions = documents(token_batch(config, 2, device=lane.device), config.bos_id)
     g = torch.Generator().manual_seed(0)
