@@ -18,6 +18,7 @@ from launch.contract import PATH, ContractError, section
 from launch.environment import RETRY
 from launch.retry import REASON
 from launch.step import train_step
+from model import HybridConfig
 
 MEMORY = ("cuda_out_of_memory", "hbm_out_of_memory")
 
@@ -57,6 +58,19 @@ def device_batch(batch: int, given: Mapping[str, str] = os.environ, path: Path =
             "divides it"
         )
     return smaller
+
+
+def check_parts(config: HybridConfig, batch: int, rows: int) -> None:
+    """Raise ContractError, one line, if a model cannot take a batch of `batch` rows in parts of `rows`.
+
+    The gradient of the indexer's loss does not depend on the scale of the model's loss (model/dsa.py), so each part
+    would add the whole of it.
+    """
+    if rows < batch and "A:dsa" in config.kinds:
+        raise ContractError(
+            f"a batch of {batch} in parts of {rows} would count the loss of the sparse attention's indexer once for "
+            "each part: use a --batch that fits, or a model without sparse attention"
+        )
 
 
 def accumulated_step(

@@ -36,7 +36,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from launch.autofit import ALONE, Share, accumulated_step, device_batch
+from launch.autofit import ALONE, Share, accumulated_step, check_parts, device_batch
 from launch.contract import Contract, ContractError, apply_dynamo, load
 from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches, receipt
 from launch.dist import process_group
@@ -401,6 +401,8 @@ def main(arguments: list[str] | None = None) -> int:
         if ranks is not None:
             ranks.agree(facts(o, receipt(source)))  # also waits for the seeded caches
             ranks.start()
+        rows = device_batch(o.rows or o.batch)
+        check_parts(config, o.batch, rows)
         trainer = Trainer(
             config,
             plan,
@@ -408,7 +410,7 @@ def main(arguments: list[str] | None = None) -> int:
             device=str(ranks.device) if ranks else o.device,
             checkpoint=o.checkpoint,
             log=o.log,
-            rows=device_batch(o.rows or o.batch),
+            rows=rows,
             ranks=ranks,
             layout=layout,
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from launch import train
-from launch.autofit import MEMORY, accumulated_step, device_batch
+from launch.autofit import MEMORY, accumulated_step, check_parts, device_batch
 from launch.contract import ContractError
 from launch.environment import RETRY
 from launch.retry import REASON, load_retry, supervise
@@ -106,6 +106,19 @@ def test_step_clears_its_gradients(lane: Lane, rows: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     accumulated_step(model, optimizer, batch_of(model), rows, model.config.bos_id)
     assert all(p.grad is None for p in model.parameters())
+
+
+@lanes("cpu")
+def test_sparse_attention_takes_a_batch_whole(lane: Lane, monkeypatch, capsys) -> None:
+    """Each part would add the whole gradient of the indexer's loss."""
+    sparse, dense = preset("nam56r", "narrow"), preset("nam52", "narrow")
+    check_parts(sparse, 8, 8)
+    check_parts(dense, 8, 4)
+    with pytest.raises(ContractError, match="a batch of 8 in parts of 4 would count the loss of the sparse"):
+        check_parts(sparse, 8, 4)
+    options = ["--smoke", "--policy", "eager", "--steps", "1", "--tokens", "16", "--preset", "nam56r"]
+    assert train.main([*options, "--batch", "4", "--rows", "2"]) == 3
+    assert capsys.readouterr().err.startswith("refused: a batch of 4 in parts of 2 would count")
 
 
 # The trainer on a device that fits at most four rows. It prints which batches ran, and the resets.

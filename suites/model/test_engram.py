@@ -111,7 +111,7 @@ def test_mixed_branches_equal_the_formula(lane: Lane) -> None:
     """Token by token: x + sum_i w_i b_i with w = 2 softmax of tanh(norm(b_i) . score_i / sqrt D)."""
     config = CONFIG.with_(hyper=HyperConfig(mix_branches=True))
     torch.manual_seed(SEED)
-    block = EngramBlock("A:gqa", BLOCKS["A:gqa"](config), config).double()
+    block = EngramBlock("A", BLOCKS["A:gqa"](config), config).double()
     randomize_zero_parameters(block.engram)
     torch.nn.init.normal_(block.score, std=2.0)
     x, doc_ids = stream(lane)
