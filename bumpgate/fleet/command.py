@@ -111,9 +111,15 @@ def gate(
     Exit codes: 0 all ADOPT, 1 a HOLD, 125 a lane without a verdict, 4 bad input.
     """
     lanes = [*dict.fromkeys(lane)]
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if named := next((word for word in own if word.partition("=")[0] in ("--lane", "--out")), ""):
+        raise FleetError(f"{named} after --: the fleet sets it for each gate; name it before --")
     known = {name: found for name in lanes if (found := gates.read(out / name))}
     if known and not resume:
         raise FleetError(f"{out} holds gates of {', '.join(known)}: add --resume, or name another --out")
+    for name, found in known.items():
+        if other := gates.differences(found, name, arguments, out):
+            raise FleetError(f"{out / name} holds another gate ({other}): name another --out")
     codes = {found.decision.value for found in known.values()}
     engine = context.obj.engine()
     left = [name for name in lanes if name not in known]

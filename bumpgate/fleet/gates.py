@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from pathlib import Path
 
 from bumpgate.bisect.command_probe import last_line
 from bumpgate.core import gate_file
+from bumpgate.core.baseline import find_root
 from bumpgate.core.findings import Decision
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import BumpgateError
 from bumpgate.fleet.engine import Engine, Lost, Task, features
 from bumpgate.fleet.files import folder_on_host, pack, unpack
 from bumpgate.gate.result import NAME
+from bumpgate.run.binding import bind
 from bumpgate.run.runner import run_child
 
 LOG = "fleet.log"
@@ -59,15 +62,30 @@ def read(folder: Path) -> GateFile | None:
     return found if isinstance(found, GateFile) and found.finished else None
 
 
+def differences(found: GateFile, lane: str, arguments: Sequence[str], out: Path) -> str:
+    """Return in what a kept gate differs from the one that these arguments request, "" if in nothing."""
+    words = shlex.split(found.command)[2:]
+    place = words[words.index("--out") + 1] if "--out" in words else ""
+    if words != _options(lane, arguments, place):
+        return f"its command is {found.command!r}"
+    if found.binding.get("tree") != bind(find_root(Path.cwd()), out).tree:
+        return "the source tree has changed since"
+    return ""
+
+
+def _options(lane: str, arguments: Sequence[str], out: str, *resume: str) -> list[str]:
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    return ["--lane", lane, *arguments[:cut], "--out", out, *resume, *arguments[cut:]]
+
+
 def measure(lane: str, arguments: tuple[str, ...], folder: Path, name: str) -> dict[str, bytes]:
     """Run a gate on this host and return its files. A task that is repeated here continues the gate.
 
     name: of the gate, for the folder here. Raises BumpgateError on bad input, OSError if the gate was cut short.
     """
     with folder_on_host("gates", hashlib.sha256(name.encode()).hexdigest()[:16]) as out:
-        cut = arguments.index("--") if "--" in arguments else len(arguments)
         resume = ("--resume",) if (out / NAME).exists() else ()
-        options = ("--lane", lane, *arguments[:cut], "--out", str(out), *resume, *arguments[cut:])
+        options = _options(lane, arguments, str(out), *resume)
         log = out / LOG
         code, _ = run_child([sys.executable, "-c", MAIN, "gate", *options], folder, os.environ, None, log)
         if code == BAD_INPUT:

@@ -293,6 +293,11 @@ def test_gate_of_each_lane_comes_back_with_its_files(foreign: Foreign) -> None:
     assert [task.needs for task in fake.tasks] == [("lane_mine",), ("lane_other",)]
     assert {"gate.json", gates.LOG, "good.json"} <= {path.name for path in (out / "mine").iterdir()}
     assert gates.read(out / "other") is None
+    assert gates.differences(done.gate, "mine", PYTHONS, out) == ""
+    for lane, arguments in (("other", PYTHONS), ("mine", PYTHONS[2:]), ("mine", (*PYTHONS, "--", "-q"))):
+        assert "its command is" in gates.differences(done.gate, lane, arguments, out)
+    foreign.write("bench.py", "print(1)")
+    assert gates.differences(done.gate, "mine", PYTHONS, out) == "the source tree has changed since"
     assert not [*(foreign.root / ".home/fleet/gates").iterdir()]
 
 

@@ -101,8 +101,29 @@ def test_known_verdicts_count_in_a_resumed_run(
     monkeypatch.setattr(
         gates, "run", lambda engine, left, *_: iter([ADOPT]) if left == ["cpu"] else iter([LOST])
     )
+    monkeypatch.setattr(gates, "differences", lambda *_: "")
     arguments = ("gate", "--lane", "cpu", "--lane", "v6e", "--out", str(tmp_path))
     assert fleet(monkeypatch, capsys, FakeEngine(), *arguments, "--resume", "--", "-q")[0] == 1
+
+
+def test_resumed_run_refuses_the_gate_of_another_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "bumpgate gate --lane cpu --candidate torch==2.14.0 --out /home/a/gate"
+    found = SimpleNamespace(decision=Decision.ADOPT, command=text, binding={})
+    monkeypatch.setattr(gates, "read", lambda folder: found)
+    arguments = ("gate", "--lane", "cpu", "--out", str(tmp_path), "--resume", "--")
+    assert fleet(monkeypatch, capsys, FakeEngine(), *arguments, "--candidate", "torch==2.15.0") == (4, [])
+
+
+@pytest.mark.parametrize("option", [("--lane", "cpu"), ("--lane=cpu",), ("--out", "elsewhere")])
+def test_gate_refuses_own_options_after_the_dashes(
+    option: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last of two --lane counts: another lane than the named one would be gated."""
+    monkeypatch.setattr(gates, "run", lambda *_: iter([ADOPT]))
+    arguments = ("gate", "--lane", "h200", "--", "--candidate", "torch==2.14.0", *option)
+    assert fleet(monkeypatch, capsys, FakeEngine(), *arguments) == (4, [])
 
 
 def test_gates_of_a_fleet_are_kept_in_the_history(
