@@ -27,7 +27,9 @@ SHOWN = 3
 def take(folder: Path) -> dict[str, str]:
     """Return the facts of this host on which results may depend. folder: the source tree."""
     tree = bind(folder) if folder.is_dir() else None
-    packages = {str(canonicalize_name(d.metadata["Name"])): d.version for d in metadata.distributions()}
+    packages: dict[str, str] = {}
+    for d in metadata.distributions():  # the first on the path is the one that is imported
+        packages.setdefault(str(canonicalize_name(d.metadata["Name"])), d.version)
     settings = sorted(name for name in os.environ if name.startswith(SETTINGS))
     facts = {
         "source tree": tree.tree[:16] if tree else f"{folder} does not exist",

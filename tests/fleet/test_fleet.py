@@ -262,6 +262,14 @@ def test_inventory_has_no_value_of_a_setting(tmp_path: Path, monkeypatch: pytest
     assert inventory.take(tmp_path / "absent")["source tree"].endswith("absent does not exist")
 
 
+def test_inventory_has_the_version_that_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "pytest-99.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pytest\nVersion: 99\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert inventory.take(tmp_path / "absent")["package pytest"] == "99"
+
+
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Foreign:
     """A repository with two lanes and an interpreter per side, whose torch imports at once."""
