@@ -14,6 +14,7 @@ from bumpgate.report.page import Page
 
 LIMIT = 1024 * 1024
 ROOM = 512  # for the last lines
+LINE = 1000  # characters of the headline, which is always shown
 MAX_ROWS = 10  # of one cause; the table below has all of them
 # Characters of markup, mentions or links in GitHub's Markdown. An entity is never markup.
 MARKUP = re.compile(r"[\\`*_\[\]|~@#]")
@@ -22,13 +23,12 @@ SIGN = {"bad": "\U0001f534", "open": "\U0001f7e0", "good": "\U0001f7e2", "info":
 
 def summary(page: Page, limit: int = LIMIT) -> str:
     """Return the summary, at most `limit` bytes of UTF-8."""
-    head = [f"## {SIGN[page.tone]} {page.word}: {escape(page.headline)}", ""]
+    blocks = [f"## {SIGN[page.tone]} {page.word}: {escape(page.headline[:LINE])}\n\n"]
     if page.compare:
-        head += [f"[What lies between the two builds of torch]({page.compare})", ""]
-    head += [f"- {escape(str(problem))}" for problem in page.problems]
-    head += [f"- acceptance: {escape(note)}" for note in page.notes]
-    head += [f"- not run on this device: {escape(line)}" for line in page.not_run]
-    blocks = ["\n".join(head) + "\n"]
+        blocks.append(f"[What lies between the two builds of torch]({page.compare})\n\n")
+    blocks += [f"- {escape(str(problem))}\n" for problem in page.problems]
+    blocks += [f"- acceptance: {escape(note)}\n" for note in page.notes]
+    blocks += [f"- not run on this device: {escape(line)}\n" for line in page.not_run]
     if page.moved:
         title = f"{len(page.moved)} package{'s' * (len(page.moved) != 1)} moved"
         lines = [f"\n<details><summary>{title}</summary>", "", *_fenced(page.moved), "</details>\n"]
@@ -48,11 +48,11 @@ def summary(page: Page, limit: int = LIMIT) -> str:
     for block in blocks:
         size = len(block.encode("utf-8", "replace"))
         if used + size > limit - ROOM:
-            break
+            continue
         shown.append(block)
         used += size
     if left := len(blocks) - len(shown):
-        shown.append(f"\n{left} more causes and rows do not fit here; the HTML report has them all.\n")
+        shown.append(f"\n{left} more lines, causes and rows do not fit here; the HTML report has them all.\n")
     right = sum(row.tone == "good" for row in page.rows)
     shown.append(f"\n{right} of {len(page.rows)} rows are right.\n")
     return "".join(shown).encode("utf-8", "replace").decode("utf-8")

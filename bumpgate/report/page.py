@@ -24,6 +24,7 @@ ELSEWHERE = ("acceptances", "command", "not_run", "rules")
 CUT_SHORT = Problem(
     "", ProblemKind.CUT_SHORT, "the gate was cut short: resume it with its command and --resume"
 )
+UNCOMPARED = "NOT COMPARED"  # the label of a row in a gate that compared none
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -155,9 +156,10 @@ def of_gate(gate: GateFile) -> Page:
             worst.setdefault(row, finding)
     before, after = (_by_id(side.record) for side in (gate.good, gate.bad))
     ids = dict.fromkeys([*worst, *after, *before, *gate.timed])
-    written = gate.bad.record or gate.good.record
+    written, gap = gate.bad.record or gate.good.record, _uncompared(gate)
     rows = [
-        _gate_row(id, before.get(id), after.get(id), gate.timed.get(id), worst.get(id), written) for id in ids
+        _gate_row(id, before.get(id), after.get(id), gate.timed.get(id), worst.get(id), written, gap)
+        for id in ids
     ]
     sides = (gate.good, gate.bad)
     return Page(
@@ -189,6 +191,16 @@ def of_gate(gate: GateFile) -> Page:
         compare=_compare_link(gate),
         moved=gate.moved,
     )
+
+
+def _uncompared(gate: GateFile) -> str:
+    """Return why a gate did not compare the rows of its sides, "" if it did."""
+    if gate.decision is Decision.ADOPT:
+        return ""
+    if not gate.finished:
+        return "the gate was cut short"
+    absent = [side.name for side in (gate.good, gate.bad) if side.record is None]
+    return f"{' and '.join(absent)} left no record" if absent else ""
 
 
 def show(value: Value) -> str:
@@ -232,6 +244,7 @@ def _gate_row(
     timed: Paired | None,
     finding: Finding | None,
     record: Record | None,
+    gap: str,
 ) -> RowView:
     shown = bad or good
     row = shown.row if shown else None
@@ -247,7 +260,10 @@ def _gate_row(
     label = (
         finding.label if finding else bad.label if bad and accepted else timed.outcome if timed else "PASS"
     )
-    decision = finding.decision if finding else Decision.ADOPT
+    uncompared = gap if not finding else ""
+    if uncompared and not timed:
+        label = UNCOMPARED
+    decision = finding.decision if finding else Decision.UNKNOWN if uncompared else Decision.ADOPT
     tone = TONE[decision] if decision is not Decision.ADOPT else "info" if accepted or finding else "good"
     order = list(Decision).index(decision) * 20 + (0 if finding else 10 if accepted else 15)
     reason = bad.reason if bad else "not measured by the candidate"
@@ -256,6 +272,8 @@ def _gate_row(
         reason = f"{timed.outcome} in [{low}, {high}] after {timed.sessions} sessions"
     if accepted:
         reason = f"accepted by {accepted}; {reason}"
+    if uncompared:
+        reason = f"not compared: {uncompared}"
     return RowView(
         id,
         label,
@@ -265,7 +283,7 @@ def _gate_row(
         shown_values[1],
         change,
         unit,
-        reason if finding or accepted or timed else "",
+        reason if finding or accepted or timed or uncompared else "",
         sentence(record, row.rule) if row else "",
         row.test if row else "",
         row.evidence if row else (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -56,6 +57,24 @@ def test_junit_names_a_failed_environment(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("lost", ["good", "bad", "finished"])
+def test_rows_that_a_gate_did_not_compare_are_not_passed(tmp_path: Path, lost: str) -> None:
+    found = {side: record(judged(P, row()), judged(P, row("a/b/c"))) for side in ("good", "bad")}
+    found["bad"] = record(judged(Verdict.CHANGED, row(value=17)), judged(P, row("a/b/c")))
+    found.pop(lost, None)
+    good, bad = (Side(f"torch {side}", found.get(side)) for side in ("good", "bad"))
+    path, _ = write_gate(tmp_path, good, bad)
+    if lost == "finished":
+        unfinished = {"finished": False, "decision": "UNKNOWN", "findings": []}
+        path.write_text(json.dumps(json.loads(path.read_text()) | unfinished))
+    shown = page.of(gate_file.read(path))
+    assert {(r.label, r.tone) for r in shown.rows} == {("NOT COMPARED", "open")}
+    assert all(r.reason.startswith("not compared: ") for r in shown.rows)
+    assert "0 of 2 rows are right" in markdown.summary(shown)
+    suite = ElementTree.fromstring(junit.xml(shown))[0]
+    assert len([case for case in suite.findall("testcase") if not list(case)]) == 0
+
+
 texts = st.text(max_size=30) | st.sampled_from([EVIL, "\x00\x1b[31m\ud800", "a\nb\tc", "]]>"])
 judgements = st.builds(
     lambda n, verdict, reason, evidence, accepted: Judgement(
@@ -94,11 +113,20 @@ def test_summary_fits_the_limit_and_counts_omitted_rows() -> None:
     shown = page.of_record(record(*red, judged(P, row("a/b/c"))))
     text = markdown.summary(shown)
     assert 900_000 < len(text.encode()) <= 1024 * 1024
-    left = int(re.search(r"(\d+) more causes and rows do not fit", text)[1])
+    left = int(re.search(r"(\d+) more lines, causes and rows do not fit", text)[1])
     listed = text.count("| \U0001f534 CHANGED |")
     assert listed + left == 900
     assert text.endswith("1 of 901 rows are right.\n")
     assert "do not fit" not in markdown.summary(page.of_record(record(*red[:5])))
+
+
+def test_summary_has_the_verdict_next_to_a_huge_line(tmp_path: Path) -> None:
+    good = Side("torch 2.13.0", record(judged(P, row())))
+    bad = Side("torch 2.14.0", None, failure="x" * 2 * markdown.LIMIT)
+    text = markdown.summary(page.of(gate_file.read(write_gate(tmp_path, good, bad)[0])))
+    assert text.startswith("## \U0001f7e0 UNKNOWN: torch 2.13.0")
+    assert "NOT COMPARED" in text
+    assert "\n1 more lines, causes and rows do not fit here" in text
 
 
 def test_summary_escapes_hostile_markup(tmp_path: Path) -> None:
