@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -146,6 +148,29 @@ def test_action_takes_the_newest_version_not_yanked(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("selection", "words"),
+    [
+        ("suites/compile\nsuites/launch\n", ["suites/compile", "suites/launch"]),
+        ("suites -k 'a and not b'", ["suites", "-k", "a and not b"]),
+        ("\n", []),
+    ],
+    ids=["two lines", "quotes", "empty"],
+)
+def test_action_passes_the_whole_selection(tmp_path: Path, selection: str, words: list[str]) -> None:
+    runner = Runner(tmp_path, "ADOPT")
+    runner.program("bumpgate", f'#!/bin/sh\n[ "$1" != gate ] || printf "%s\\n" "$@" > {tmp_path / CALLS}\n')
+    run_action(runner, selection=selection)
+    assert runner.calls[9:] == (["--", *words] if words else [])
+    assert runner.calls[:1] == ["gate"]
+
+
+def test_action_is_red_for_an_open_quote_in_the_selection(tmp_path: Path) -> None:
+    runner = Runner(tmp_path, "ADOPT")
+    assert run_action(runner, selection="suites -k 'a")[0] == 125
+    assert runner.calls[:1] != ["gate"]
+
+
 def workflow(name: str, step: str) -> str:
     raw = YAML(typ="safe").load((ROOT / ".github" / "workflows" / name).read_text())
     (text,) = (text for found, text in scripts(raw) if found == step)
@@ -204,3 +229,19 @@ def test_slurm_job(tmp_path: Path, decision: str, code: int) -> None:
     if decision == "INTERRUPTED":
         assert runner.run(example("bash", "#SBATCH"), env, options=()) == 0
         assert runner.calls[2] == f"{gate} --resume", "a requeued job resumes"
+
+
+def test_slurm_job_interrupts_its_gate_before_the_time_limit(tmp_path: Path) -> None:
+    """A background job of a script ignores SIGINT, so the gate would run on until Slurm kills it."""
+    runner = Runner(tmp_path, "")
+    log = tmp_path / CALLS
+    gate = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(130))\n"
+    runner.program("bumpgate", f"#!{sys.executable}\n{gate}open({str(log)!r}, 'w')\ntime.sleep(30)\n")
+    runner.program("scontrol", f"#!/bin/sh\necho scontrol $* >> {log}\n")
+    env = runner.env | {"CANDIDATE": "torch==2.14.0", "SLURM_JOB_ID": "7"}
+    job = subprocess.Popen(["bash", "-c", example("bash", "#SBATCH")], cwd=tmp_path, env=env)
+    while not log.exists() and job.poll() is None:
+        time.sleep(0.05)
+    job.send_signal(signal.SIGINT)
+    assert job.wait(20) == 0
+    assert runner.calls == ["scontrol requeue 7"]
