@@ -59,7 +59,7 @@ def _sums(path: Path) -> dict[str, str]:
     except OSError:
         return {}
     return {
-        m[2].rsplit("/", 1)[-1]: m[1]
+        m[2].rsplit("/", 1)[-1]: m[1].lower()
         for line in lines
-        if (m := re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line))
+        if (m := re.fullmatch(r"([0-9a-fA-F]{64}) [ *](.+)", line))
     }

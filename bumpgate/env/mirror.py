@@ -230,7 +230,7 @@ def _of_urls(urls: Iterable[str], package: str, python: str) -> dict[str, list[F
             raise MirrorError(f"--url {public_url(url)}: not a nightly: no day in its version")
         digest = parts.fragment.removeprefix("sha256=") if parts.fragment.startswith("sha256=") else ""
         out.setdefault(name, []).append(
-            FoundVersion(str(version), build_day(str(version)), None, url, digest)
+            FoundVersion(str(version), build_day(str(version)), None, url, digest.lower())
         )
     return out
 

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import unquote, urlsplit
 
 import typer
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -77,11 +78,11 @@ def versions(
     """
     fits = tag_ranks(python)
     files = list(_stored() if from_store else _listed(package, index, tuple(find_links)))
-    best: dict[Version, tuple[int, FoundVersion]] = {}
+    best: dict[Version, tuple[tuple[Any, ...], FoundVersion]] = {}
     others = 0
     for file in files:
         try:
-            name, version, _, tags = parse_wheel_filename(file.filename)
+            name, version, build, tags = parse_wheel_filename(file.filename)
         except (InvalidWheelFilename, InvalidVersion):
             continue
         if name != canonicalize_name(package):
@@ -90,8 +91,10 @@ def versions(
         if rank is None or not _accepts(file.requires_python, python):
             others += 1
             continue
-        if version not in best or rank < best[version][0]:
-            best[version] = rank, _found(version, file)
+        # A wheel may be yanked and replaced by one with another build number.
+        order = (not file.is_yanked, -rank, build)
+        if version not in best or order > best[version][0]:
+            best[version] = order, _found(version, file)
     if not best:
         raise VersionsError(
             f"{package}: no wheel for Python {python} here; {others} for others"
@@ -163,7 +166,7 @@ def _found(version: Version, file: DistributionPackage) -> FoundVersion:
     uploaded = file.upload_time
     day = build_day(str(version)) or (uploaded.astimezone(timezone.utc).date() if uploaded else None)
     yanked = (file.yanked_reason or "") if file.is_yanked else None
-    return FoundVersion(str(version), day, yanked, file.url, file.digests.get("sha256", ""))
+    return FoundVersion(str(version), day, yanked, file.url, file.digests.get("sha256", "").lower())
 
 
 def _within(found: FoundVersion, since: date | None, until: date | None) -> bool:
@@ -264,6 +267,10 @@ def _linked(html: bytes, base: str, package: str | None = None) -> list[Distribu
     found = []
     for link in RepositoryPage.from_html(html, base).links:
         file = DistributionPackage.from_link(link, package)
+        # The text may be something else: the listing of a web server shortens long names.
+        name = unquote(urlsplit(file.url).path.rsplit("/", 1)[-1])
+        digests = {kind: digest.lower() for kind, digest in file.digests.items()}
+        file = replace(file, filename=name if name.endswith(".whl") else file.filename, digests=digests)
         if not file.filename.endswith(".whl"):
             continue
         uploaded = link.get_str_attrib("data-upload-time")

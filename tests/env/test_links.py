@@ -25,8 +25,9 @@ def test_folder_offers_its_files_as_they_are(url: bool, index: LocalIndex, wheel
     (offer,) = offers([place])
     assert (offer.file, offer.sha256, offer.path()) == (wheel.name, "", wheel)
     assert [found.version for found in versions("fast", find_links=[place])] == ["1.0+torch2.13"]
-    (wheel.parent / store.SUMS).write_text(f"{'0' * 64}  {wheel.name}\n")
-    assert [offer.sha256 for offer in offers([place])] == ["0" * 64]
+    for digest in ("0" * 64, "A" * 64):
+        (wheel.parent / store.SUMS).write_text(f"{digest}  {wheel.name}\n")
+        assert [offer.sha256 for offer in offers([place])] == [digest.lower()]
 
 
 def test_wheel_of_a_page_is_fetched_into_the_store_once(index: LocalIndex, wheel: Path) -> None:

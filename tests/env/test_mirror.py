@@ -38,7 +38,7 @@ class Pages(Loopback):
 
     plain: file names without a digest. gone: files that answer 404, or 403 if unlisted. unlisted: files that no page
     lists. cut: bytes after which each transfer breaks off, 0 for none. spoilt: a file whose bytes differ from the
-    listed ones.
+    listed ones. capitals: whether digests are written in capitals.
     """
 
     wheels: list[Path] = field(default_factory=list)
@@ -47,6 +47,7 @@ class Pages(Loopback):
     unlisted: set[str] = field(default_factory=set)
     cut: int = 0
     spoilt: str = ""
+    capitals: bool = False
     ranges: list[str] = field(default_factory=list)
     fetched: list[str] = field(default_factory=list)
 
@@ -98,7 +99,8 @@ class Pages(Loopback):
         for path in self.wheels:
             if path.name.split("-")[0].replace("_", "-") != package or path.name in self.unlisted:
                 continue
-            digest = "" if path.name in self.plain else f"#sha256={sha256_of(path)}"
+            digest = sha256_of(path).upper() if self.capitals else sha256_of(path)
+            digest = "" if path.name in self.plain else f"#sha256={digest}"
             metadata = f'"sha256={hashlib.sha256(path.name.encode()).hexdigest()}"'
             lines.append(
                 f'<a href="/whl/nightly/cu130/{quote(path.name)}{digest}" data-dist-info-metadata={metadata} '
@@ -168,6 +170,19 @@ def test_mirror_copies_a_night_with_the_wheels_it_pins(
     assert len(pages.fetched) == 5, "each wheel once"
     assert bumpgate(monkeypatch, "mirror", "--keep", "2") == 0
     assert len(pages.fetched) == 5, "and no wheel twice"
+
+
+def test_mirror_reads_digests_in_capitals(
+    tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    night = torch(tmp_path, "20261101")
+    pages.wheels, pages.capitals = [night], True
+    assert bumpgate(monkeypatch, "mirror", "--keep", "1") == 0
+    other = torch(tmp_path, "20261102")
+    pages.wheels, pages.unlisted = [night, other], {other.name}
+    url = f"{pages.url}/{other.name.replace('+', '%2B')}#sha256={sha256_of(other).upper()}"
+    assert bumpgate(monkeypatch, "mirror", "--keep", "2", "--url", url) == 0
+    assert copies() == [night.name, other.name]
 
 
 def test_versions_lists_mirrored_nights_gone_from_the_index(

@@ -99,6 +99,27 @@ def test_yanked_versions_are_marked_with_their_reason(index: LocalIndex, tmp_pat
     assert [f.yanked for f in versions.versions("torch")] == [None, "broken on Tuesdays", ""]
 
 
+@pytest.mark.parametrize("yanked", ["torch-1.0-py3-none-any.whl", "torch-1.0-1-py3-none-any.whl", ""])
+@pytest.mark.parametrize("order", [1, -1])
+def test_wheel_replaced_by_another_build_is_not_yanked(yanked: str, order: int) -> None:
+    names = ["torch-1.0-py3-none-any.whl", "torch-1.0-1-py3-none-any.whl"]
+    page = "".join(
+        f'<a href="{name}"{" data-yanked" * (name == yanked)}>{name}</a>' for name in names[::order]
+    )
+    files = versions._linked(page.encode(), "https://example.org/", "torch")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions, "_listed", lambda *_: files)
+        (found,) = versions.versions("torch")
+    assert (found.yanked, found.url) == (None, f"https://example.org/{names[yanked != names[1]]}")
+
+
+def test_page_may_shorten_names_and_write_digests_in_capitals() -> None:
+    page = b'<a href="../w/torch-2.15.0%2Bcpu-py3-none-any.whl?key=1#sha256=ABC">torch-2.15.0+cpu-p..&gt;</a>'
+    (file,) = versions._linked(page, "https://example.org/simple/torch/", "torch")
+    assert (file.filename, file.digests) == ("torch-2.15.0+cpu-py3-none-any.whl", {"sha256": "abc"})
+    assert file.url == "https://example.org/simple/w/torch-2.15.0%2Bcpu-py3-none-any.whl?key=1"
+
+
 def test_best_wheel_for_the_interpreter_is_selected(index: LocalIndex, tmp_path: Path) -> None:
     here = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     serve(index, tmp_path, "1.0")
