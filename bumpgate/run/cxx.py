@@ -3,8 +3,8 @@
 Inductor calls the compiler named by CXX for every CPU kernel, and suites compile one model in many processes with
 empty Inductor caches. `program` writes a script to use as CXX. It runs this file, which returns the kept output if
 
-* the flags, the contents of the source and object files, the compiler, its environment variables, the folders named
-  by -I and -L, and the processor are the same (`-march=native`), and
+* the flags, the contents of the source and object files, the folder of a source with a relative include, the compiler,
+  its environment variables, the folders named by -I and -L, and the processor are the same (`-march=native`), and
 * each header that the first compile read has the same size and modification time.
 
 Only the output of a successful compile is kept, with its messages. Everything else goes to the compiler as it is.
@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -27,6 +28,8 @@ from pathlib import Path
 SOURCES = (".cpp", ".hpp", ".cc", ".h", ".o", ".a")
 #: Precompiled headers have a separate store: Inductor's folder of them, which is not emptied.
 PRECOMPILED = (".gch", ".pch")
+#: An include that the compiler looks for in the folder of the source first.
+RELATIVE = re.compile(rb'#\s*include\s*"(?!/)')
 #: Variables that g++ and clang++ read.
 VARIABLES = (
     "CPATH",
@@ -76,8 +79,8 @@ def prune(store: Path) -> None:
 def main(store: Path, compiler: str, *arguments: str) -> int:
     """Compile, or write the kept output of the same compile."""
     output = Path(arguments[arguments.index("-o") + 1]) if "-o" in arguments[:-1] else Path()
-    # Standard input and response files are inputs that the arguments do not show.
-    hidden = any(argument == "-" or argument.startswith("@") for argument in arguments)
+    # Standard input and response files are inputs that the arguments do not show, a list of headers is more output.
+    hidden = any(argument == "-" or argument.startswith(("@", "-M", "-Wp,-M")) for argument in arguments)
     if not shutil.which(compiler):
         print(f"{compiler}: no such compiler; install it or set CXX", file=sys.stderr)
         return 127
@@ -134,7 +137,9 @@ def _key(compiler: str, arguments: tuple[str, ...], output: Path) -> str:
         if argument == str(output):
             text = "output"
         elif _source(argument):
-            text = hashlib.sha256(Path(argument).read_bytes()).hexdigest()
+            content = Path(argument).read_bytes()
+            folder = Path(argument).parent.absolute() if RELATIVE.search(content) else ""
+            text = f"{hashlib.sha256(content).hexdigest()} {folder}"
         elif argument.startswith(("-I", "-L")) and os.path.isdir(argument[2:]):
             text = f"{argument} {_state(argument[2:])}"
         else:

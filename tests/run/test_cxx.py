@@ -100,6 +100,26 @@ def test_other_header_path_recompiles(tree: Tree, monkeypatch: pytest.MonkeyPatc
         assert tree.run() == width
 
 
+def test_same_source_with_another_header_next_to_it_recompiles(tree: Tree) -> None:
+    for code in (3, 4):
+        folder = tree.place / f"tree{code}"
+        folder.mkdir()
+        (folder / "a.cpp").write_text(SOURCE)
+        (folder / "size.h").write_text(f"#define SIZE {code}\n")
+        for name in ("a.out", "b.out"):
+            subprocess.run([tree.program, folder / "a.cpp", "-o", folder / name], check=True)
+            assert subprocess.run([folder / name]).returncode == code
+    assert tree.calls == 2, "each once"
+
+
+def test_list_of_headers_is_written_each_time(tree: Tree) -> None:
+    for _ in range(2):
+        assert not tree.compile("-c", "-MMD", "-MF", "a.d", output="a.o").returncode
+        (tree.place / "a.o").unlink()
+        assert "size.h" in (tree.place / "a.d").read_text()
+        (tree.place / "a.d").unlink()
+
+
 def test_missing_compiler_is_one_line(tree: Tree) -> None:
     (tree.place / "bin" / "g++").unlink()
     done = tree.compile()
