@@ -139,7 +139,8 @@ def kernel_wheels(site: Site) -> Found:
         if wheels:
             reason = f"{tool} is not on PATH: extensions cannot be audited"
             yield Defect("BG208", reason, "apt-get install binutils")
-        yield "no kernel wheel is installed"
+        else:
+            yield NotRun(f"{tool} is not on PATH: no package is audited; apt-get install binutils")
         return
     wheels += [w for w in abi.built_on_torch(found) if canonicalize_name(w.name) not in names]
     for wheel in wheels:

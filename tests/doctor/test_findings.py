@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bumpgate.doctor import abi, version_checks
 from bumpgate.doctor.findings import Check, Defect, NotRun, Part, Status
 
 BAD, OLD = Defect("bad", "it is bad", "fix it"), Defect("old", "it is old", "renew it", warning=True)
@@ -36,3 +38,14 @@ def test_check_is_ok_only_if_it_ran_and_found_nothing() -> None:
     assert results() == [("own", Status.OK, "")]
     assert results("one", "two") == [("own", Status.OK, "two")]
     assert results("one", NotRun("no compiler")) == [("own", Status.NOT_RUN, "no compiler")]
+
+
+def test_packages_that_no_tool_can_read_are_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a kernel wheel, other packages that link torch are left unaudited."""
+    monkeypatch.setattr(abi, "missing_tool", lambda: "nm")
+    nothing = SimpleNamespace(smoke={}, wheels=(), installed=lambda name: None)
+    site: Any = SimpleNamespace(inventory=nothing, manifest=nothing, row=nothing)
+    (check,) = (check for check in version_checks.CHECKS if check.code == "BG207")
+    (found,) = check.run(site)
+    assert found.status is Status.NOT_RUN
+    assert found.reason.startswith("nm is not on PATH: no package is audited")
