@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bumpgate.run.home import home
 
-# A longer file keeps its end, where a log has its reason.
+# A longer log keeps its end, where it has its reason. A part of a JSON document is none.
 LONGEST = 32 << 20
 LEFT_OUT = ("caches",)
 
@@ -34,7 +34,8 @@ def pack(folder: Path) -> dict[str, bytes]:
         name = path.relative_to(folder)
         if path.is_file() and not set(name.parts) & set(LEFT_OUT):
             with path.open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - LONGEST))
+                if path.suffix != ".json":
+                    file.seek(max(0, os.fstat(file.fileno()).st_size - LONGEST))
                 found[name.as_posix()] = file.read()
     return found
 

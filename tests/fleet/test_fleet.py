@@ -202,7 +202,7 @@ def test_files_of_a_host_arrive_without_caches(tmp_path: Path, monkeypatch: pyte
         (made / name).write_text(f"begin {name} end")
     monkeypatch.setattr(files, "LONGEST", 8)
     found = files.pack(made)
-    assert found == {"logs/test.log": b".log end", "reading.json": b"json end"}
+    assert found == {"logs/test.log": b".log end", "reading.json": b"begin reading.json end"}
     order: list[str] = []
     replace = Path.replace
     monkeypatch.setattr(Path, "replace", lambda self, to: order.append(to.name) or replace(self, to))
