@@ -191,7 +191,8 @@ def _measured(sql: Any, tables: Mapping[str, Any], connection: Any, gate: Any, o
     for run in (gate.good, gate.bad):
         query = sql.select(readings.c.row, readings.c.verdict)
         query = query.where(readings.c.run == run, readings.c.row.in_(rest))
-        measured = {row for row, verdict in connection.execute(query) if verdict not in OPEN}
+        # A verdict is stored with its note: INCONCLUSIVE (not judged).
+        measured = {row for row, label in connection.execute(query) if label.partition(" (")[0] not in OPEN}
         if not measured.issuperset(rest):
             return False
     return True

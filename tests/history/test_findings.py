@@ -78,6 +78,18 @@ def test_row_that_is_red_for_another_reason_is_not_gone(tmp_path: Path, archive:
     assert {(f.label, f.state) for f in found} == {("CHANGED", memory.UNMEASURED), ("REGRESSION", memory.NEW)}
 
 
+def test_row_that_is_shown_but_not_judged_is_not_gone(tmp_path: Path, archive: Archive) -> None:
+    """A timed row on another class of host than the baseline's."""
+    archive.add(gate_of_day(tmp_path, 1))
+    path = gate_of_day(tmp_path, 2, ())
+    for side in ("good.json", "bad.json"):
+        record = json.loads((path.parent / side).read_text())
+        for judgement in record["rows"]:
+            judgement |= {"verdict": "INCONCLUSIVE", "explains": True}
+        (path.parent / side).write_text(json.dumps(record))
+    assert states(archive, path) == [memory.UNMEASURED]
+
+
 def test_gate_of_another_package_does_not_end_a_finding(tmp_path: Path, archive: Archive) -> None:
     archive.add(gate_of_day(tmp_path, 1))
     assert states(archive, gate_of_day(tmp_path, 2, (), candidate="triton==3.9.0")) == []
