@@ -191,7 +191,11 @@ def _contents(archive: zipfile.ZipFile, name: str, version: Version) -> Iterator
         for row in csv.reader(io.StringIO(archive.read(f"{info}/RECORD").decode("utf-8")))
         if row
     }
-    for file in sorted(files - {f"{info}/RECORD", f"{info}/RECORD.jws", f"{info}/RECORD.p7s"}):
+    signatures = {f"{info}/RECORD", f"{info}/RECORD.jws", f"{info}/RECORD.p7s"}
+    if absent := sorted(record.keys() - files - signatures):
+        yield f"{absent[0]} of its RECORD is not in the archive"
+        return
+    for file in sorted(files - signatures):
         algorithm, _, digest = record.get(file, "").partition("=")
         if algorithm not in ("sha256", "sha384", "sha512"):
             yield f"{file} is not in its RECORD"

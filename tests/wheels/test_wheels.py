@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
@@ -161,6 +162,17 @@ def test_plan_reuses_a_wheel_without_extension_and_notes_it(tree: Path, target: 
     wheel(tree / "links", b"", "import fast.absent\n", library="README", tag="py3-none-any")
     (choice,) = plan(tree, "h200", target, [str(tree / "links")])
     assert (choice.action, "does not import" in choice.reason) == ("absent", True)
+
+
+def test_wheel_without_a_file_of_its_record_is_refused(tree: Path, target: Target) -> None:
+    """A module that is imported late is missed by the import."""
+    path = wheel(tree, b"", "def run(n):\n    return f'cpu:{n}'\n", library="late.py", tag="py3-none-any")
+    with zipfile.ZipFile(path) as whole, zipfile.ZipFile(tree / "links" / path.name, "w") as part:
+        for name in whole.namelist():
+            if not name.endswith("late.py"):
+                part.writestr(name, whole.read(name))
+    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    assert (choice.action, "fast/late.py of its RECORD is not in" in choice.reason) == ("absent", True)
 
 
 @pytest.mark.parametrize("kind", ["file URL", "page", "absent"])
