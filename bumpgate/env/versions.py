@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 DAY = r"(20[0-9]{2})(0[1-9]|1[0-2])([0-2][0-9]|3[01])"
 
+FILES = (".whl", ".tar.gz", ".zip")  # wheels and sdists
+
 
 class VersionsError(BumpgateError):
     """No versions: the package does not exist, or has no wheel for this interpreter."""
@@ -260,19 +262,20 @@ def _answer(url: str, accept: str) -> Iterator[requests.Response]:
 
 
 def _linked(html: bytes, base: str, package: str | None = None) -> list[DistributionPackage]:
-    """Return the wheels of an HTML page. PEP 503 has no upload times; mirrors add them in the form that uv reads."""
+    """Return the files of an HTML page. PEP 503 has no upload times; mirrors add them in the form that uv reads."""
     from pypi_simple import DistributionPackage
     from pypi_simple.html import RepositoryPage
 
     found = []
     for link in RepositoryPage.from_html(html, base).links:
-        file = DistributionPackage.from_link(link, package)
         # The text may be something else: the listing of a web server shortens long names.
-        name = unquote(urlsplit(file.url).path.rsplit("/", 1)[-1])
-        digests = {kind: digest.lower() for kind, digest in file.digests.items()}
-        file = replace(file, filename=name if name.endswith(".whl") else file.filename, digests=digests)
-        if not file.filename.endswith(".whl"):
+        name = unquote(urlsplit(link.url).path.rsplit("/", 1)[-1])
+        file = DistributionPackage.from_link(
+            replace(link, text=name) if name.endswith(FILES) else link, package
+        )
+        if not file.filename.endswith(FILES):
             continue
+        file = replace(file, digests={kind: digest.lower() for kind, digest in file.digests.items()})
         uploaded = link.get_str_attrib("data-upload-time")
         if uploaded:
             file = replace(file, upload_time=datetime.fromisoformat(uploaded.replace("Z", "+00:00")))
@@ -298,7 +301,7 @@ def links(place: str) -> list[DistributionPackage]:
         return [_file(path) for path in sorted(folder.glob("*.whl"))]
     with _answer(place, "text/html") as answer:
         answer.raise_for_status()
-        return _linked(answer.content, answer.url)
+        return [f for f in _linked(answer.content, answer.url) if f.filename.endswith(".whl")]
 
 
 def _stored() -> list[DistributionPackage]:

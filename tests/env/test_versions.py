@@ -120,6 +120,14 @@ def test_page_may_shorten_names_and_write_digests_in_capitals() -> None:
     assert file.url == "https://example.org/simple/w/torch-2.15.0%2Bcpu-py3-none-any.whl?key=1"
 
 
+def test_sdists_of_an_html_page_are_found(tmp_path: Path) -> None:
+    (tmp_path / "fast").mkdir()
+    page = '<a href="fast-1.0.tar.gz#sha256=AB">fast-1.0.tar.gz</a><a href="fast-1.0-py3-none-any.whl">w</a>'
+    (tmp_path / "fast/index.html").write_text(page)
+    (file,) = versions.source_distributions("fast", str(tmp_path))
+    assert (file.filename, file.digests) == ("fast-1.0.tar.gz", {"sha256": "ab"})
+
+
 def test_best_wheel_for_the_interpreter_is_selected(index: LocalIndex, tmp_path: Path) -> None:
     here = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     serve(index, tmp_path, "1.0")
