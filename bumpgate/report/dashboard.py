@@ -22,7 +22,7 @@ import typer
 from bumpgate.core.accepted import today
 from bumpgate.core.rows import BumpgateError, Value, is_finite, write_atomic
 from bumpgate.history.archive import Archive, default_store
-from bumpgate.report.history import changes
+from bumpgate.report.history import changes, same
 from bumpgate.report.page import show
 
 MARK = '<meta name="generator" content="bumpgate dashboard">'
@@ -234,8 +234,7 @@ def spans(one: Series, start: date) -> list[Span]:
     parts: list[list[int]] = []
     for i, night in enumerate(one.nights):
         before = one.nights[i - 1] if i else None
-        same = before and (before.value, before.verdict) == (night.value, night.verdict)
-        if same and i not in levels:
+        if before and before.verdict == night.verdict and same(before.value, night.value) and i not in levels:
             parts[-1].append(i)
         else:
             parts.append([i])

@@ -91,7 +91,7 @@ def changes(values: Sequence[Any]) -> list[int]:
     neighbours: a jump is one difference among many. A series that is mostly constant has no noise.
     """
     if not all(is_finite(v) for v in values):
-        return [i for i, (a, b) in enumerate(pairwise(values), 1) if a != b]
+        return [i for i, (a, b) in enumerate(pairwise(values), 1) if not same(a, b)]
     noise = statistics.median([abs(b - a) for a, b in pairwise(values)] or [0.0]) / (0.6745 * math.sqrt(2))
     if noise == 0:
         return [i for i, (a, b) in enumerate(pairwise(values), 1) if a != b]
@@ -101,6 +101,11 @@ def changes(values: Sequence[Any]) -> list[int]:
     scaled = numpy.array([(v - values[0]) / noise for v in values])
     search = ruptures.KernelCPD(kernel="linear", min_size=LEVEL).fit(scaled)
     return [int(i) for i in search.predict(pen=PENALTY * math.log(len(values)))[:-1]]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two readings have one value; NaN, which equals nothing, is one."""
+    return bool(a == b or (a != a and b != b))
 
 
 def listing(points: Sequence[Point], breaks: Sequence[int]) -> str:

@@ -22,6 +22,7 @@ from bumpgate.gate.verdict import Side
 from bumpgate.history import adoptions, builds
 from bumpgate.history.archive import Archive
 from bumpgate.report import history
+from bumpgate.report.dashboard import NightReading, Series, spans
 from suites.support.planted import planted
 from tests.support.project import REPO
 from tests.support.reports import EVIL, HERE, bumpgate, judged, paired, row, write_gate
@@ -164,6 +165,14 @@ def test_changes_finds_each_change_of_a_count() -> None:
     assert history.changes(["a", "a", "b"]) == [2]
     assert history.changes([13]) == history.changes([]) == history.changes([13, 13]) == []
     assert history.changes([1.0, float("nan"), 1.0]) == [1, 2]
+
+
+def test_changes_finds_one_change_to_nan() -> None:
+    values = [2.5, 2.5, float("nan"), float("nan"), float("nan"), 2.5]
+    assert history.changes(values) == [2, 5]
+    nights = [NightReading(day, value, "CHANGED", True) for day, value in enumerate(values)]
+    one = Series("cpu", "a/b/loss", "", "nats", nights, history.changes(values))
+    assert [span.nights for span in spans(one, date(2026, 11, 1))] == [1, 3, 2]
 
 
 def test_changes_finds_a_jump_in_noise_but_none_in_noise_alone() -> None:
