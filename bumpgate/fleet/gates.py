@@ -13,7 +13,6 @@ from pathlib import Path
 from bumpgate.bisect.command_probe import last_line
 from bumpgate.core import gate_file
 from bumpgate.core.baseline import find_root
-from bumpgate.core.findings import Decision
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import BumpgateError
 from bumpgate.fleet.engine import Engine, Lost, Task, features
@@ -90,6 +89,7 @@ def measure(lane: str, arguments: tuple[str, ...], folder: Path, name: str) -> d
         code, _ = run_child([sys.executable, "-c", MAIN, "gate", *options], folder, os.environ, None, log)
         if code == BAD_INPUT:
             raise BumpgateError(last_line(log).removeprefix("bumpgate: "))
-        if code not in {decision.value for decision in Decision} or read(out) is None:
+        found = read(out)
+        if found is None or found.decision.value != code:  # Python ends with 1, too, if it fails
             raise OSError(f"the gate ended with {code}: {last_line(log)}")
         return pack(out)

@@ -16,6 +16,7 @@ from bumpgate.bisect.bisection import MachineError
 from bumpgate.bisect.journal import BisectPlan
 from bumpgate.bisect.probe import Cause, Reading
 from bumpgate.bisect.search import ProbeOutcome
+from bumpgate.core.findings import Decision
 from bumpgate.core.rows import BumpgateError
 from bumpgate.env.request import Request
 from bumpgate.fleet import engine, files, gates, inventory, ray_engine
@@ -307,6 +308,18 @@ def test_gate_of_each_lane_comes_back_with_its_files(foreign: Foreign) -> None:
     foreign.write("bench.py", "print(1)")
     assert gates.differences(done.gate, "mine", PYTHONS, out) == "the source tree has changed since"
     assert not [*(foreign.root / ".home/fleet/gates").iterdir()]
+
+
+@pytest.mark.parametrize(("code", "kept"), [(1, Decision.ADOPT), (0, Decision.HOLD), (0, None)])
+def test_gate_that_ends_with_another_code_has_no_verdict(
+    code: int, kept: Decision | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repeated task that fails leaves the gate.json that it began with."""
+    monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path))
+    monkeypatch.setattr(gates, "read", lambda folder: kept and SimpleNamespace(decision=kept))
+    monkeypatch.setattr(gates, "run_child", lambda *a: (code, a[-1].write_text("MemoryError")))
+    with pytest.raises(OSError, match=f"the gate ended with {code}: MemoryError"):
+        gates.measure("mine", (), tmp_path, "name")
 
 
 def test_gate_with_bad_input_is_refused_on_every_host(foreign: Foreign) -> None:
