@@ -27,12 +27,17 @@ def contains(lane: Lane, nodeid: str) -> bool:
 def case(nodeid: str) -> str:
     """Return the middle part of a test's row ids: "a/test_b.py::test_c[3]" -> "a-test_b-test_c-3".
 
-    Characters that a row id cannot hold are replaced, and a digest of the node id added: "[a b]" and "[(a b)]" differ.
+    Characters that a row id cannot hold, or end with, are replaced, and a digest of the node id added: "[a b]" and
+    "[(a b)]" differ, and so do "[+]" and "[-]".
     """
     name, _, parameters = nodeid.partition("[")
     names = [*name.replace("::", "/").split("/"), parameters.removesuffix("]")]
-    digest = hashlib.sha256(nodeid.encode()).hexdigest()[:8] if any(map(UNSAFE.search, names)) else ""
-    return "-".join(filter(None, [UNSAFE.sub("-", nodeid.replace(".py::", "-")).strip("-._+="), digest]))
+    text = UNSAFE.sub("-", nodeid.replace(".py::", "-"))
+    text = text.removesuffix("-") if nodeid.endswith("]") else text
+    case = text.strip("-._+=")
+    lossy = case != text or any(map(UNSAFE.search, names))
+    digest = hashlib.sha256(nodeid.encode()).hexdigest()[:8] if lossy else ""
+    return "-".join(filter(None, [case, digest]))
 
 
 def row_id(nodeid: str) -> str:

@@ -179,7 +179,13 @@ class LaneSession:
         reporting = {j.row.test for j in self.judgements.values()}
         reporting |= {reviewed.test for reviewed in self.baseline.rows.values()}
         silent = {*self.selection.selected, *self.reports.skipped} - reporting
-        return [self._outcome(test, complete) for test in sorted(silent) if outcomes.contains(lane, test)]
+        found = [self._outcome(test, complete) for test in sorted(silent) if outcomes.contains(lane, test)]
+        tests = {id: j.row.test for id, j in self.judgements.items()}
+        for row in (j.row for j in found):
+            if (other := tests.setdefault(row.id, row.test)) != row.test:
+                why = f"its row {row.id!r} is also that of {other}: rename one of them"
+                self.duplicates.add(Problem(row.test, ProblemKind.FAILED, why))
+        return found
 
     def _outcome(self, test: str, complete: bool) -> Judgement:
         happened = self.reports

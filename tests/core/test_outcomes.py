@@ -179,7 +179,29 @@ def test_ids_of_similar_names_differ() -> None:
     assert row_id("t.py::test_é") != row_id("t.py::test_è")
     assert row_id("ü/t.py::test_a") != row_id("ä/t.py::test_a")
     assert row_id("t.py::test_a[b c]") != row_id("t.py::test_a[(b c)]")
+    assert row_id("t.py::test_a[+]") != row_id("t.py::test_a[-]")
+    assert row_id("t.py::test_a[c]") != row_id("t.py::test_a[c++]")
+    assert row_id("t.py::test_a") != row_id("t.py::test_a_")
     assert row_id("t.py::test_a[3]") == "tests/t-test_a-3/outcome"
+    assert row_id("t.py::test_a[-1]") == "tests/t-test_a--1/outcome"
+
+
+def test_gate_compares_parameters_of_signs_one_by_one(foreign: Foreign) -> None:
+    signs = "import pytest\n@pytest.mark.parametrize('sign', '+-')\ndef test_sign(sign):\n    "
+    verdict = gated(foreign, f"{signs}pass\n", f"{signs}sign == '+' and pytest.skip('no plus')\n")
+    assert verdict.decision is Decision.HOLD
+
+
+def test_outcomes_of_two_tests_in_one_row_are_red(foreign: Foreign) -> None:
+    for path in ("tests/a-b/test_c.py", "tests/a/b/test_c.py"):
+        foreign.write(path, "def test_d(): pass\n")
+    ran = foreign.pytest("-m", "mine", "--import-mode=importlib")
+    assert ran.code == 1
+    (problem,) = foreign.record().problems
+    assert str(problem) == (
+        "tests/a/b/test_c.py::test_d: its row 'tests/tests-a-b-test_c-test_d/outcome' is also that of "
+        "tests/a-b/test_c.py::test_d: rename one of them"
+    )
 
 
 def test_tests_of_a_lane_must_exist(tmp_path: Path) -> None:
