@@ -7,8 +7,10 @@ A Python file depends on
   (`"manifest.toml"`), a pattern (`glob("*/op.py")`), or an f-string (`f"kernels.{op}.op"`);
 * the conftest.py and `__init__.py` files of its folder and of those above it.
 
-Every test depends on a file that no other file names in one of these ways, on pyproject.toml and on the baselines.
-For bumpgate itself only the imports count.
+An import is looked for in each folder that is no package, such as `src` or that of the test.
+
+Every test depends on a file that no test file depends on in these ways, on pyproject.toml, bumpgate.toml, the
+configuration of pytest and the baselines. For bumpgate itself only the imports count.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from pathlib import Path, PurePosixPath
 
 from bumpgate.core.rows import BumpgateError, one_line
 
-# Files that no test of a lane can read.
+# Files that no test of a lane can read, unless one names them.
 PROSE = re.compile(r"(^|/)(LICENSE|\.gitignore|CITATION\.cff)$|\.(md|rst)$")
-EVERY = re.compile(r"pyproject\.toml$|baselines/[^/]+$")
+EVERY = re.compile(r"(pyproject|bumpgate)\.toml$|baselines/[^/]+$")
 # File names that each package has: a string with one of them does not identify a file.
 COMMON = re.compile(r"__init__\.py$|conftest\.py$|test_\*\.py$")
 # This package; strings in it name files of the user's repository, not of its own.
@@ -42,17 +44,21 @@ class AffectedError(BumpgateError):
 def changed(root: Path, base: str) -> set[str]:
     """Return the paths that differ from the commit `base` in the work tree, new and deleted files included.
 
-    Raises AffectedError if git cannot compare with it.
+    Raises AffectedError if git cannot compare with it, or if it is a range, whose end is not the work tree.
     """
     names = _git(root, "diff", "--name-only", "-z", "--no-renames", base, "--")
+    try:
+        _git(root, "rev-parse", "--verify", f"{base}^{{commit}}")
+    except AffectedError:
+        raise AffectedError(f"--affected {base}: not one commit; name the commit to compare with") from None
     return {*names, *_git(root, "ls-files", "-z", "--others", "--exclude-standard")}
 
 
 def affected(root: Path, tests: Iterable[str], paths: Iterable[str]) -> set[str]:
     """Return those of the test files that depend on one of the changed `paths`; all paths relative to `root`."""
     tests, graph = set(tests), graph_of(root)
-    known = {needed for needs in graph.values() for needed in needs} | tests
-    left = {path for path in paths if not PROSE.search(path)}
+    known = closure(graph, *tests, *filter(_is_test, graph))
+    left = {path for path in paths if path in known or not PROSE.search(path)}
     deleted = {path for path in left if not (root / path).exists()}
     own = {path for path in left if _is_test(path) and path not in tests}
     if deleted or any(EVERY.match(path) or path not in known for path in left - own):
@@ -60,9 +66,9 @@ def affected(root: Path, tests: Iterable[str], paths: Iterable[str]) -> set[str]
     return {test for test in tests if left & closure(graph, test)}
 
 
-def closure(graph: Graph, path: str) -> set[str]:
-    """Return `path` and everything that it depends on, directly or not."""
-    found, queue = {path}, [path]
+def closure(graph: Graph, *paths: str) -> set[str]:
+    """Return `paths` and everything that they depend on, directly or not."""
+    found, queue = {*paths}, [*paths]
     while queue:
         new = graph.get(queue.pop(), frozenset()) - found
         found |= new
@@ -84,6 +90,10 @@ class _Names:
     def __init__(self, files: set[str]) -> None:
         self.files = files
         self.modules = {_module(path): path for path in files if path.endswith(".py")}
+        self.importable: dict[str, set[str]] = {}
+        for path in files:
+            for name in self._imported_as(path) if path.endswith(".py") else ():
+                self.importable.setdefault(name, set()).add(path)
         self.by_name: dict[str, set[str]] = {}
         for path in files:
             self.by_name.setdefault(PurePosixPath(path).name, set()).add(path)
@@ -117,15 +127,22 @@ class _Names:
                 found |= self.pattern("".join(fixed))
         return frozenset(found - {path})
 
+    def _imported_as(self, path: str) -> Iterator[str]:
+        """Yield the names of a module from the root and from each folder above it that is no package."""
+        yield _module(path)
+        for folder in PurePosixPath(path).parents:
+            if str(folder) != "." and f"{folder}/__init__.py" not in self.files:
+                yield _module(str(PurePosixPath(path).relative_to(folder)))
+
     def module(self, name: str) -> set[str]:
-        """Return the file of a module, and those of the packages that contain it."""
+        """Return the files of a module, and those of the packages that contain it."""
         parts = name.split(".")
-        around = (self.modules.get(".".join(parts[:n])) for n in range(1, len(parts) + 1))
-        return {path for path in around if path}
+        around = (self.importable.get(".".join(parts[:n]), set()) for n in range(1, len(parts) + 1))
+        return {path for paths in around for path in paths}
 
     def text(self, text: str) -> set[str]:
         """Return the files that a string names: a module, or paths and file names, with wildcards or not."""
-        if text in self.modules:
+        if text in self.modules or ("." in text and text in self.importable):
             return self.module(text)
         found: set[str] = set()
         for word in text.split() if len(text) < 200 else ():

@@ -33,6 +33,8 @@ class Affected:
         return f"affected: tests that depend on the {len(self.paths)} files changed since {self.base}"
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.config.inipath and _relative(self.config.inipath, self.config.rootpath) in self.paths:
+            return  # every test depends on the configuration of pytest
         files = {item.nodeid: _relative(item.path, self.config.rootpath) for item in items}
         try:
             chosen = affected(self.config.rootpath, files.values(), self.paths)

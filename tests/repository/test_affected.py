@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate import affected
+from tests.support.foreign import Foreign
 from tests.support.project import GOOD, REPO, Project, counted
 
 FILES = {
@@ -23,6 +25,13 @@ FILES = {
     "data/table.csv": "1,2\n",
     "data/other.csv": "3,4\n",
     "unused.bin": "?",
+    "csrc/op.cu": "",
+    "setup.py": 'SOURCES = ["csrc/op.cu"]\n',
+    "bumpgate.toml": "",
+    "docs/use.md": ">>> 1\n1\n",
+    "src/lib/__init__.py": "",
+    "src/lib/api.py": "from . import core\n",
+    "src/lib/core.py": "",
     "tests/conftest.py": "import ops\n",
     "tests/test_import.py": "from model import net\n",
     "tests/test_relative.py": "from . import helper\n",
@@ -32,6 +41,10 @@ FILES = {
     "tests/test_file.py": 'PATH = ROOT / "data" / "table.csv"\n',
     "tests/test_glob.py": 'PATHS = list(ROOT.glob("data/*.csv"))\n',
     "tests/test_nothing.py": "",
+    "tests/test_src.py": "import lib.api\n",
+    "tests/test_sibling.py": "import helper\n",
+    "tests/test_lazy.py": 'NAMES = ["src/lib/core.py", "bumpgate.toml"]\n',
+    "tests/test_prose.py": 'TEXT = open("docs/use.md").read()\n',
 }
 TESTS = {path for path in FILES if "test_" in path}
 
@@ -60,14 +73,18 @@ def names(tree: Path, *paths: str) -> set[str]:
 
 EVERYTHING = {Path(path).stem.removeprefix("test_") for path in TESTS}
 DEPENDS = {
-    "an import of an import": ("model/parts.py", {"import", "relative"}),
-    "a package": ("model/__init__.py", {"import", "relative"}),
+    "an import of an import": ("model/parts.py", {"import", "relative", "sibling"}),
+    "a package": ("model/__init__.py", {"import", "relative", "sibling"}),
     "a module run in a child": ("ops/a.py", {"child", "format"}),
     "a module named by an f-string": ("ops/b.py", {"format"}),
     "a file": ("data/table.csv", {"file", "glob"}),
     "a file of a pattern": ("data/other.csv", {"glob"}),
     "a test": ("tests/test_file.py", {"file"}),
     "prose": ("README.md", set()),
+    "prose that a test reads": ("docs/use.md", {"prose"}),
+    "a module below src": ("src/lib/core.py", {"src", "lazy"}),
+    "a source that no test names": ("csrc/op.cu", EVERYTHING),
+    "the lanes": ("bumpgate.toml", EVERYTHING),
     "the conftest": ("tests/conftest.py", EVERYTHING),
     "what the conftest imports": ("ops/__init__.py", EVERYTHING),
     "the configuration": ("pyproject.toml", EVERYTHING),
@@ -94,6 +111,15 @@ def test_unknown_commit_is_one_line(tree: Path) -> None:
         affected.changed(tree, "no-such-commit")
 
 
+@pytest.mark.parametrize("base", ["HEAD~1..HEAD", "HEAD~1...HEAD", "HEAD^!"])
+def test_range_of_commits_is_refused(tree: Path, base: str) -> None:
+    """Its end is not the work tree: uncommitted changes would be left out."""
+    git(tree, "commit", "-q", "--allow-empty", "-m", "more")
+    (tree / "ops/a.py").write_text("x = 1\n")
+    with pytest.raises(affected.AffectedError, match=rf"^--affected {re.escape(base)}: not one commit"):
+        affected.changed(tree, base)
+
+
 def test_import_graph_contains_modules_loaded_by_a_test() -> None:
     """Compare the graph with what Python loads for a test of the launcher, which has many light imports."""
     test = "suites/launch/test_logs.py"
@@ -107,6 +133,21 @@ def test_import_graph_contains_modules_loaded_by_a_test() -> None:
     } & graph.keys()  # not those of an environment here
     assert len(names) > 3
     assert names <= affected.closure(graph, test)
+
+
+def test_changed_pytest_configuration_selects_all(tmp_path: Path) -> None:
+    foreign = Foreign(tmp_path)
+    foreign.write("bumpgate.toml", "[lanes.mine]\ntests = ['tests']\n")
+    foreign.write(".gitignore", "record.json\n.tmp/\n")
+    foreign.write("tests/test_a.py", "def test_a(): pass\n")
+    foreign.write("tests/test_b.py", "def test_b(): assert open('setup.cfg').read()\n")
+    foreign.write("setup.cfg", "[tool:pytest]\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "all")
+    foreign.write("setup.cfg", "[tool:pytest]\nxfail_strict = true\n")
+    ran = foreign.pytest("-m", "mine", "--affected", "HEAD")
+    assert "2 passed" in ran.out, ran.out + ran.err
 
 
 def test_affected_option_selects_tests_of_a_lane_run(project: Project) -> None:
