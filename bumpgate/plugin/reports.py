@@ -45,9 +45,9 @@ class Reports:
     def take_collection(self, report: pytest.CollectReport) -> None:
         """Take the report of a file."""
         if report.failed:
-            self.uncollected[report.nodeid] = _last_line(report)
+            self.uncollected[report.nodeid] = last_line(report)
         elif report.skipped:
-            self.skipped[report.nodeid] = _last_line(report)
+            self.skipped[report.nodeid] = last_line(report)
 
     def take(self, report: pytest.TestReport) -> None:
         """Take the report of one phase of a test."""
@@ -63,9 +63,9 @@ class Reports:
         if report.when == "call":
             self.called.add(test)
         if report.failed:
-            self.failed.setdefault(test, _last_line(report) + _place(report, self.root))
+            self.failed.setdefault(test, last_line(report) + _place(report, self.root))
         elif report.skipped and not expected_failure and test not in self.not_run:
-            self.skipped[test] = _last_line(report)
+            self.skipped[test] = last_line(report)
         elif expected_failure and (report.skipped or report.when == "call"):
             (self.xfailed if report.skipped else self.xpassed).add(test)
         # xdist files the report of a crashed worker's test under no phase.
@@ -82,7 +82,7 @@ def _place(report: pytest.TestReport, root: Path) -> str:
     return f" (at {path.relative_to(root) if path.is_relative_to(root) else path.name}:{crash.lineno})"
 
 
-def _last_line(report: pytest.TestReport | pytest.CollectReport) -> str:
+def last_line(report: pytest.TestReport | pytest.CollectReport) -> str:
     """Return why a report did not pass, in one line: the exception's message if pytest kept it."""
     if isinstance(report.longrepr, tuple):
         return one_line(report.longrepr[2].removeprefix("Skipped: "))

@@ -13,6 +13,7 @@ import pytest
 
 from bumpgate.core.rows import one_line
 from bumpgate.plugin import lane_of, lanes_of
+from bumpgate.plugin.reports import last_line
 
 
 class Selection:
@@ -20,6 +21,7 @@ class Selection:
 
     Registered in the controller and in every worker, which reports to the controller when it ends.
     worker_deaths: the last line of each worker that crashed. collected: any process has collected its tests.
+    skipped: modules that were skipped, with the reason. xdist reports only one of those that the same line skips.
     """
 
     def __init__(self, config: pytest.Config, lane: str | None) -> None:
@@ -27,12 +29,17 @@ class Selection:
         self.lane = lane
         self.selected: set[str] = set()
         self.deselected: set[str] = set()
+        self.skipped: dict[str, str] = {}
         self.refusal: str | None = None
         self.collected = False
         self.worker_deaths: list[str] = []
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         self.deselected.update(item.nodeid for item in items if self.lane and lane_of(item) == self.lane)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self.skipped[report.nodeid] = last_line(report)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -59,13 +66,14 @@ class Selection:
         if error:  # a traceback of the worker, or a line of xdist if it left none
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             self.worker_deaths.append(one_line(lines[-1]) if lines else "no reason given")
-        refusal, deselected = getattr(node, "workeroutput", {}).get("selection", (None, ()))
+        refusal, deselected, skipped = getattr(node, "workeroutput", {}).get("selection", (None, (), {}))
         self.refusal = refusal or self.refusal
         self.deselected.update(deselected)
+        self.skipped.update(skipped)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput["selection"] = (self.refusal, sorted(self.deselected))
+            self.config.workeroutput["selection"] = (self.refusal, sorted(self.deselected), self.skipped)
         elif self.refusal:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 

@@ -112,6 +112,7 @@ class LaneSession:
             return  # a child that a test forked continues the run
         ended = exitstatus in (0, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
         selection = self.selection
+        self.reports.skipped |= selection.skipped
         collected = selection.collected and not self.reports.uncollected
         complete = ended and collected and selection.selected <= self.reports.finished
         judgements = [*self.judgements.values(), *self._missing(complete), *self._outcomes(complete)]

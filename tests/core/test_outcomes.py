@@ -98,6 +98,18 @@ def test_lane_whose_tests_are_all_skipped_is_red(foreign: Foreign) -> None:
     assert [str(p) for p in foreign.record().problems] == ["all 2 tests were skipped: nothing was checked"]
 
 
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist.plugin", "-n", "1")], ids=["alone", "xdist"])
+def test_modules_that_a_helper_skips_are_rows(foreign: Foreign, workers: tuple[str, ...]) -> None:
+    """xdist reports only the first module of those that the same line skips."""
+    skip = "import pytest\ndef need(): pytest.skip('no gpu', allow_module_level=True)\n"
+    foreign.write("tests/helper.py", skip)
+    for name in ("x", "y"):
+        foreign.write(f"tests/test_{name}.py", "import helper\nhelper.need()\ndef test_a(): pass\n")
+    foreign.pytest("-m", "mine", *workers)
+    found = {test: value for test, value in values(foreign).items() if "::" not in test}
+    assert found == {"tests/test_x.py": "skipped", "tests/test_y.py": "skipped"}
+
+
 def test_marked_tests_keep_their_rows(foreign: Foreign) -> None:
     foreign.write(
         "tests/test_unchanged.py",
