@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bumpgate.core import outcomes
 from bumpgate.core.rows import one_line
 from bumpgate.plugin.rows import EXCUSED_PROPERTY, INFRA_PROPERTY, NOT_RUN_PROPERTY
 
@@ -17,7 +18,7 @@ class Reports:
     """Outcomes by node id. failed, skipped, infra: the reason; uncollected: of a file; not_run: lines `row: reason`.
 
     finished: through all phases, and called: through the test itself, which --setup-only leaves out. excused: its rows
-    may be NOT RUN under --gate.
+    may be NOT RUN under --gate. subtests: outcome and reason of those that were skipped or xfailed; the test goes on.
     """
 
     root: Path
@@ -29,6 +30,7 @@ class Reports:
     excused: set[str] = field(default_factory=set)
     xpassed: set[str] = field(default_factory=set)
     xfailed: set[str] = field(default_factory=set)
+    subtests: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     infra: dict[str, str] = field(default_factory=dict)
     uncollected: dict[str, str] = field(default_factory=dict)
 
@@ -64,6 +66,9 @@ class Reports:
             self.called.add(test)
         if report.failed:
             self.failed.setdefault(test, last_line(report) + _place(report, self.root))
+        elif report.skipped and hasattr(report, "context"):
+            outcome = outcomes.XFAILED if expected_failure else outcomes.SKIPPED
+            self.subtests.setdefault(test, []).append((outcome, last_line(report)))
         elif report.skipped and not expected_failure and test not in self.not_run:
             self.skipped[test] = last_line(report)
         elif expected_failure and (report.skipped or report.when == "call"):

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator
 
 import pytest
@@ -196,7 +197,13 @@ class LaneSession:
         found = [(outcomes.SKIPPED, self.reports.skipped), (outcomes.XFAILED, self.reports.xfailed)]
         found += [(outcomes.XPASSED, self.reports.xpassed), (outcomes.PASSED, [test])]
         outcome = next(name for name, tests in found if test in tests)
-        return outcomes.measured(test, outcome, self.reports.skipped.get(test, ""), NO_RULE)
+        why = self.reports.skipped.get(test, "")
+        if outcome != outcomes.SKIPPED:
+            subtests = self.reports.subtests.get(test, [])
+            why = "; ".join(dict.fromkeys(why for _, why in subtests))
+            counts = Counter(what for what, _ in subtests)
+            outcome += "".join(f", {n} subtest{'s' * (n != 1)} {what}" for what, n in sorted(counts.items()))
+        return outcomes.measured(test, outcome, why, NO_RULE)
 
     def _explain_missing(self, row_id: str, reviewed: Reviewed, complete: bool) -> Judgement:
         happened, test, file = self.reports, reviewed.test, _file_of(reviewed.test)
@@ -323,6 +330,10 @@ class LaneSession:
         for test, why in happened.skipped.items():
             if test not in compared:
                 yield test, f"skipped under --gate: {why}"
+        for test, subtests in happened.subtests.items():
+            for what, why in subtests:
+                if test not in compared and what == outcomes.SKIPPED:
+                    yield test, f"a subtest was skipped under --gate: {why}"
         for test in happened.xpassed:
             if test not in compared:
                 yield test, "passed where a failure is expected, under --gate"

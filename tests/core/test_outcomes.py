@@ -158,6 +158,38 @@ def test_gate_holds_for_an_outcome_of_one_side(
     assert words in " ".join((finding.head, *finding.bad))
 
 
+SUBTESTS = """
+import pytest
+def test_parts(subtests):
+    {whole}
+    for part in "abc":
+        with subtests.test(part):
+            if part == "a": pytest.skip("no part a")
+            if part == "b": pytest.xfail("known")
+            assert part == "c"
+def test_other(): pass
+"""
+
+
+@pytest.mark.skipif(pytest.version_tuple < (9,), reason="pytest has subtests since 9.0")
+def test_skipped_subtest_is_not_the_outcome_of_its_test(foreign: Foreign) -> None:
+    verdict = gated(foreign, SUBTESTS.format(whole=""), SUBTESTS.format(whole="pytest.skip('no parts')"))
+    assert verdict.decision is Decision.HOLD
+    (row,) = [j.row for j in read_record(foreign.root / "good.json").judgements if "parts" in j.row.test]
+    assert row.value == "passed, 1 subtest skipped, 1 subtest xfailed"
+    assert "no part a" in row.evidence[0]
+
+
+@pytest.mark.skipif(pytest.version_tuple < (9,), reason="pytest has subtests since 9.0")
+def test_skipped_subtest_of_a_marked_test_is_red(foreign: Foreign) -> None:
+    row = "row('a/b/c', 1, unit='n', witness=1, expected=1)"
+    body = f"@pytest.mark.mine\ndef test_a(row, subtests):\n    {row}\n    with subtests.test(): pytest.skip('no')\n"
+    foreign.write("tests/test_unchanged.py", f"import pytest\n{body}")
+    foreign.pytest("-m", "mine", "--gate")
+    problems = [str(problem) for problem in foreign.record().problems]
+    assert problems == ["tests/test_unchanged.py::test_a: a subtest was skipped under --gate: no"]
+
+
 def test_failure_of_both_sides_is_no_evidence(foreign: Foreign) -> None:
     broken = TESTS.replace("== 2", "== 3")
     verdict = gated(foreign, broken, broken)
