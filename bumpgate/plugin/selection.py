@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Collection
 from fnmatch import fnmatch
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,14 @@ class Selection:
                 else "nothing was selected"
             )
             terminalreporter.write_line(f"{why}: not green")
+
+
+def default_paths(config: pytest.Config) -> list[str]:
+    """Return the paths that pytest collects without an argument, as it does: of patterns, those that exist."""
+    found = (
+        glob(pattern, root_dir=config.rootpath, recursive=True) for pattern in config.getini("testpaths")
+    )
+    return [path for paths in found for path in paths] or ["."]
 
 
 def selects_all(config: pytest.Config, lane: str, folders: Collection[str]) -> bool:

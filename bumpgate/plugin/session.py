@@ -24,7 +24,7 @@ from bumpgate.plugin import GREEN, lanes_of, provenance
 from bumpgate.plugin.devices import PJRT_CPU, find
 from bumpgate.plugin.reports import Reports
 from bumpgate.plugin.rows import NO_RULE, ROW_PROPERTY, baseline_path, lane_acceptances
-from bumpgate.plugin.selection import Selection, leaves_out, selects_all
+from bumpgate.plugin.selection import Selection, default_paths, leaves_out, selects_all
 from bumpgate.table import part_of_lane, verdict_table
 
 # Seconds between two saves of the rows, and how much of the run's time they may take: 10,000 rows take half a second.
@@ -41,7 +41,7 @@ class LaneSession:
         self.record_path = config.invocation_params.dir / (
             config.option.record or config.rootpath / "record.json"
         )
-        self.testpaths = config.getini("testpaths") or ["."]
+        self.testpaths = default_paths(config)
         self.full = selects_all(config, baseline.lane, self.testpaths)
         of_outcomes = lanes_of(config)[baseline.lane].tests
         self.all_outcomes = not of_outcomes or selects_all(config, baseline.lane, of_outcomes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bumpgate.core.baseline import Baseline, save
@@ -67,7 +69,7 @@ def test_disturbed_test_without_reviewed_rows_is_no_failure(project: Project) ->
 def test_start(lane, row):
     raise InfraError("other processes used this machine")
 """)
-    assert project.pytest("-m", "cpu", "-n", "0").code == 1
+    assert project.pytest(*RUN).code == 1
     (problem,) = project.record().problems
     assert problem.kind is ProblemKind.INFRA
     assert problem.why == "InfraError: other processes used this machine"
@@ -84,3 +86,17 @@ def test_too_many_open_files_is_not_the_machines_fault(project: Project) -> None
     save(project.root / "baselines/cpu.json", Baseline("cpu", {"torch": "9.8.0"}, rows))
     result = project.pytest("-m", "cpu", "-n", "0")
     assert (result.code, project.verdicts()) == (1, {"leak": "MISSING"}), result.out
+
+
+@pytest.mark.parametrize("paths", ["packages/*/tests", "packages/a packages/b absent"])
+def test_lost_row_is_missing_with_patterns_of_testpaths(project: Project, paths: str) -> None:
+    """A run without arguments is whole, also if testpaths has patterns or names a folder that does not exist."""
+    config = (project.root / "pyproject.toml").read_text()
+    assert 'testpaths = ["suites"]' in config
+    project.write("pyproject.toml", config.replace('["suites"]', f"{paths.split()}"))
+    project.tests(GOOD, path="packages/a/tests/test_a.py")
+    gone = replace(counted("test_gone"), test="packages/b/tests/test_b.py::test_gone[cpu]")
+    project.baseline(good=counted("test_good"), gone=gone)
+    project.write("packages/b/tests/test_c.py", "")
+    assert project.pytest(*RUN).code == 1
+    assert project.verdicts() == {"good": "PASS", "gone": "MISSING"}
