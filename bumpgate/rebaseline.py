@@ -119,6 +119,8 @@ def plan(
             rows[change.id] = change.new
     whole = _whole(record) and not only
     adopt = not old.made_with or (whole and (bool(changes) or other_build(old.made_with, record.provenance)))
+    if adopt:
+        _refuse_kept_values(record, old)
     made_with = {name: record.provenance.get(name) for name in MADE_WITH} if adopt else old.made_with
     return Baseline(old.lane, made_with, rows), changes
 
@@ -143,6 +145,16 @@ def _refuse_other_host(
     reason = comparable(old.made_with, record.provenance)
     if reason and not whole and any(change.id in timed for change in changes):
         raise RefusedError(f"{reason}: accept them from a whole run, without --only: pytest -m {old.lane}")
+
+
+def _refuse_kept_values(record: Record, old: Baseline) -> None:
+    """Raise RefusedError if a row that the record lacks would keep the value of another build or class of host."""
+    build = old.made_with and other_build(old.made_with, record.provenance)
+    reason = build or comparable(old.made_with, record.provenance)
+    lost = [j for j in record.judgements if j.row.unmeasured and not j.gone and j.row.id in old.rows]
+    kept = [j for j in lost if build or old.rows[j.row.id].better in ("lower", "higher")]
+    if reason and kept:
+        raise RefusedError(*(f"{j.row.id} would keep its value ({reason}): {j.reason}" for j in kept))
 
 
 def _whole(record: Record) -> bool:

@@ -104,6 +104,32 @@ def test_rebaseline_refuses_times_of_another_host(whole: bool) -> None:
             plan(record, old)
 
 
+@pytest.mark.parametrize(
+    ("better", "other", "refused"),
+    [
+        ("lower", {"cpu": "Xeon"}, True),
+        ("exact", {"cpu": "Xeon"}, False),
+        ("exact", {"torch": "2.15"}, True),
+        ("lower", {}, False),
+    ],
+)
+def test_rebaseline_refuses_to_keep_a_value_of_another_build(
+    better: str, other: dict[str, str], refused: bool
+) -> None:
+    """A whole run in which one test failed: its row would pass for one of the new build or host."""
+    made = Row("a/b/c", 2, "n", 1, "C1")
+    lost = Row("a/b/lost", None, "s", 0, "", better=better)
+    rows = {made.id: Reviewed(1, "n", "exact"), lost.id: Reviewed(1.0, "s", better)}
+    old = Baseline("cpu", HOST | {"torch": "2.14"}, rows)
+    judgements = Judgement(made, Verdict.CHANGED, ""), Judgement(lost, Verdict.MISSING, "test_lost failed")
+    record = Record(HOST | {"torch": "2.14", "full_run": True} | other, judgements)
+    if not refused:
+        assert plan(record, old)[0].rows[lost.id] == rows[lost.id]
+        return
+    with pytest.raises(RefusedError, match=r"a/b/lost would keep its value \(.*\): test_lost failed"):
+        plan(record, old)
+
+
 @planted("C37", "a gate whose sides step different batches")
 def test_gate_refuses_sides_of_different_work() -> None:
     def side(work: str) -> Side:
