@@ -340,6 +340,8 @@ def _faults(row: Row) -> Iterable[str]:
         yield f"rule must be a contract row such as C6, got {row.rule!r}"
     if row.better not in BETTER:
         yield f"better must be one of {', '.join(BETTER)}, got {row.better!r}"
+    if not isinstance(row.expected, (int, float, str, bool, type(None))):
+        yield f"expected must be int, float, str, bool or None, got {type(row.expected).__name__}"
     if is_number(row.expected) and not is_finite(row.expected):
         yield f"expected must be finite, got {row.expected!r}"
     for name in ("at_most", "at_least"):

@@ -175,8 +175,11 @@ class RowRecorder:
 
         Any other failure of the reproducer must raise: it is neither. known_in: the package and the versions that have
         the defect, "torch>=2.13,<2.16"; a pre-release counts as the release that it leads to. reason: what is wrong,
-        with its upstream link. Raises RowError if that package is not installed or known_in is not a requirement.
+        with its upstream link. Raises RowError if that package is not installed or known_in is not a requirement,
+        and on a `present` such as 0.5.
         """
+        if present not in (False, True):
+            raise RowError(f"row {id!r}: present must be True or False, got {present!r}")
         try:
             requirement = Requirement(known_in)
             installed = (

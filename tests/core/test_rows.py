@@ -7,6 +7,7 @@ import lzma
 import math
 import os
 import string
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,7 @@ def make(**changes: object) -> Row:
         {"rule": "6"},
         {"better": "smaller"},
         {"expected": math.nan},
+        {"expected": Fraction(1)},
         {"at_most": math.inf},
         {"at_most": "2"},
         {"at_least": True},

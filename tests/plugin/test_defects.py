@@ -41,3 +41,11 @@ def test_defect_is_expected_in_the_versions_of_its_package(
 def test_defect_of_no_known_package_is_an_error_of_the_test(project: Project, known: str) -> None:
     project.tests(TEST.format(present=True, known=known))
     assert f"known_in '{known}'" in project.pytest(*RUN).out
+
+
+@pytest.mark.parametrize("present", ["0.5", "float('nan')", "2"])
+def test_defect_that_is_neither_present_nor_absent(project: Project, present: str) -> None:
+    """A share of wrong values is no answer: 0.5 would be read as absent."""
+    project.tests(TEST.format(present=present, known="torch<9.9"))
+    assert "present must be True or False, got" in project.pytest(*RUN).out
+    assert project.record().judgements == ()
