@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from bumpgate.core.errors import BumpgateError, one_line
@@ -76,6 +76,10 @@ def load(root: Path) -> dict[str, Lane]:
             lanes = {lane: _lane(f"{where}.{lane}", lane, raw) for lane, raw in found.items()}
             for lane in lanes.values():
                 for tests in lane.tests:
+                    if PurePosixPath(tests).is_absolute() or ".." in PurePosixPath(tests).parts:
+                        raise LaneError(
+                            f"{where}.{lane.name}: tests: {tests} must be a path below the repository"
+                        )
                     if not (root / tests).exists():
                         raise LaneError(f"{where}.{lane.name}: tests: {tests} does not exist")
             return lanes

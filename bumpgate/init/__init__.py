@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 import typer
@@ -44,6 +44,9 @@ def command(
     root = Path.cwd()
     if missing := [path for path in tests or () if not (root / path).exists()]:
         raise BumpgateError(f"--tests {missing[0]}: no such file or folder below {root}")
+    for path in map(PurePosixPath, tests or ()):
+        if path.is_absolute() or ".." in path.parts:
+            raise BumpgateError(f"--tests {path}: name it relative to {root}, without '..'")
     files = {
         OWN: "bumpgate.toml",
         REQUIREMENTS: "requirements.txt",

@@ -252,3 +252,12 @@ def test_tests_of_a_lane_must_exist(tmp_path: Path) -> None:
     (tmp_path / "bumpgate.toml").write_text(LANE)
     with pytest.raises(LaneError, match="tests: tests does not exist"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("tests", ["{root}/tests", "tests/../tests"])
+def test_tests_of_a_lane_are_below_the_repository(tmp_path: Path, tests: str) -> None:
+    """pytest names them relative to the root: no test would belong to such a folder."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "bumpgate.toml").write_text(LANE.replace("'tests'", f"'{tests.format(root=tmp_path)}'"))
+    with pytest.raises(LaneError, match=r"tests: .* must be a path below the repository"):
+        load(tmp_path)

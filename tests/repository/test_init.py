@@ -84,6 +84,15 @@ def test_init_refuses_tests_that_do_not_exist(init: Init, tmp_path: Path) -> Non
     assert written(tmp_path) == set()
 
 
+@pytest.mark.parametrize("path", ["{root}/tests", "tests/../tests"])
+def test_init_refuses_tests_that_no_node_id_names(init: Init, tmp_path: Path, path: str) -> None:
+    (tmp_path / "tests").mkdir()
+    path = path.format(root=tmp_path)
+    code, _, err = init("--torch", "2.13.0", "--tests", path)
+    assert (code, err) == (4, f"bumpgate: --tests {path}: name it relative to {tmp_path}, without '..'\n")
+    assert not (tmp_path / "bumpgate.toml").exists()
+
+
 GPUS = {
     "h100": ("NVIDIA H100 80GB HBM3", 1, "9.0"),
     "b200": ("NVIDIA B200", 1, ""),
