@@ -352,6 +352,8 @@ def _faults(row: Row) -> Iterable[str]:
             yield f"{name} needs a number, got {row.value!r}"
     if not is_finite(row.tolerance) or row.tolerance < 0:
         yield f"tolerance must be a finite number of at least 0, got {row.tolerance!r}"
+    elif row.better == "higher" and row.tolerance >= 1:
+        yield f"tolerance {row.tolerance:g} accepts any loss: it is relative, so 2 % is 0.02"
     if not isinstance(row.paired, bool):
         yield f"paired must be True or False, got {row.paired!r}"
     if not isinstance(row.work, str):
