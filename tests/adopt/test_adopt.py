@@ -43,13 +43,6 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdoptTree]:
         tree.end()
 
 
-@pytest.fixture
-def tree(gated: AdoptTree, tmp_path: Path) -> Iterator[AdoptTree]:
-    made = gated.copy(tmp_path / "tree", tmp_path / "home")
-    yield made
-    made.end()
-
-
 def adopt(tree: AdoptTree, version: str, *more: str) -> Any:
     return tree.bumpgate("adopt", f"{version}/gate.json", *more)
 

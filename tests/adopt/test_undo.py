@@ -54,13 +54,6 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdoptTree]:
         tree.end()
 
 
-@pytest.fixture
-def tree(gated: AdoptTree, tmp_path: Path) -> Iterator[AdoptTree]:
-    made = gated.copy(tmp_path / "tree", tmp_path / "home")
-    yield made
-    made.end()
-
-
 def written(tree: AdoptTree) -> list[bytes | None]:
     """Return the content of the files that an adoption writes, but for its log."""
     found = tree.files()

@@ -115,9 +115,9 @@ def test_wheel_replaced_by_another_build_is_not_yanked(yanked: str, order: int) 
 
 def test_page_may_shorten_names_and_write_digests_in_capitals() -> None:
     page = b'<a href="../w/torch-2.15.0%2Bcpu-py3-none-any.whl?key=1#sha256=ABC">torch-2.15.0+cpu-p..&gt;</a>'
-    (file,) = versions._linked(page, "https://example.org/simple/torch/", "torch")
+    (file,) = versions._linked(page, "https://example.org/index/torch/", "torch")
     assert (file.filename, file.digests) == ("torch-2.15.0+cpu-py3-none-any.whl", {"sha256": "abc"})
-    assert file.url == "https://example.org/simple/w/torch-2.15.0%2Bcpu-py3-none-any.whl?key=1"
+    assert file.url == "https://example.org/index/w/torch-2.15.0%2Bcpu-py3-none-any.whl?key=1"
 
 
 def test_sdists_of_an_html_page_are_found(tmp_path: Path) -> None:
