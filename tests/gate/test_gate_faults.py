@@ -270,7 +270,7 @@ def test_kernel_wheels_named_with_without_are_not_required(
     tree.write("wheels/manifest.toml", KERNEL_LANE)
     places: dict[str, EnvSpec] = {}
 
-    class StopGateError(Exception):
+    class StopGateError(BaseException):
         pass
 
     def bench(gate: Gate, root: Path, out: Path, found: dict[str, EnvSpec], *_: object) -> None:

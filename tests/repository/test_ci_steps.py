@@ -15,6 +15,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests.support.documented import FENCE, scripts
+from tests.support.project import interruptible
 from tests.support.tree import ROOT
 
 CI = ROOT / "docs" / "ci.md"
@@ -239,7 +240,9 @@ def test_slurm_job_interrupts_its_gate_before_the_time_limit(tmp_path: Path) -> 
     runner.program("bumpgate", f"#!{sys.executable}\n{gate}open({str(log)!r}, 'w')\ntime.sleep(30)\n")
     runner.program("scontrol", f"#!/bin/sh\necho scontrol $* >> {log}\n")
     env = runner.env | {"CANDIDATE": "torch==2.14.0", "SLURM_JOB_ID": "7"}
-    job = subprocess.Popen(["bash", "-c", example("bash", "#SBATCH")], cwd=tmp_path, env=env)
+    job = subprocess.Popen(
+        ["bash", "-c", example("bash", "#SBATCH")], cwd=tmp_path, env=env, preexec_fn=interruptible
+    )
     while not log.exists() and job.poll() is None:
         time.sleep(0.05)
     job.send_signal(signal.SIGINT)

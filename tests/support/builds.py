@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +20,7 @@ import pytest
 
 from bumpgate import cli
 from tests.support.local_index import LocalIndex, fake_wheel
+from tests.support.project import interruptible
 from tests.support.tree import ROOT
 
 WEEKS = 12
@@ -109,11 +109,6 @@ class Ran:
     err: str
 
 
-def _interruptible() -> None:
-    """Restore SIGINT: a runner started in the background ignores it, and its children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """Start `bumpgate bisect` as a separate process."""
     return subprocess.Popen(
@@ -124,7 +119,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=_interruptible,
+        preexec_fn=interruptible,
     )
 
 

@@ -37,7 +37,7 @@ def test_good(lane, row):
 """
 
 
-def _interruptible() -> None:
+def interruptible() -> None:
     """Restore SIGINT: a runner started in the background ignores it, and its children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -94,7 +94,7 @@ class Project:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_interruptible,
+            preexec_fn=interruptible,
         )
         self.processes.append(process)
         return process
