@@ -192,9 +192,9 @@ class _Pair:
             if failing and sessions.started >= FAILING:
                 break
             if at_once:
-                sessions.run_duet(lambda tests, flip: self._duet(sessions.cache, tests, flip))
+                sessions.run_duet(lambda tests, flip: self._duet(sessions, tests, flip))
             else:
-                sessions.run_one(lambda side, tests: self._process(side, sessions.cache, tests))
+                sessions.run_one(lambda side, tests: self._process(side, sessions, tests))
             self._save(sessions)
 
     def _fill_caches(self, sessions: Sessions, at_once: bool) -> None:
@@ -208,14 +208,15 @@ class _Pair:
         sessions.warm = True
         self._save(sessions)
 
-    def _duet(self, pair: int, tests: Sequence[str], flip: bool) -> tuple[Times, Times]:
-        calls = [self._call(side, pair, tests) for side in ("good", "bad")]
-        good, bad = (reading(run, tests) for run in run_duet(calls, flip, TEST_SECONDS * len(tests)))
+    def _duet(self, sessions: Sessions, tests: Sequence[str], flip: bool) -> tuple[Times, Times]:
+        calls = [self._call(side, sessions.cache, tests) for side in ("good", "bad")]
+        runs = run_duet(calls, flip, TEST_SECONDS * len(tests))
+        good, bad = (reading(run, tests, sessions.tests) for run in runs)
         return good, bad
 
-    def _process(self, side: str, pair: int, tests: Sequence[str]) -> Times:
-        call = self._call(side, pair, tests, rounds=ROUNDS)
-        return reading(run_lanes([call], TEST_SECONDS * len(tests))[0], tests)
+    def _process(self, side: str, sessions: Sessions, tests: Sequence[str]) -> Times:
+        call = self._call(side, sessions.cache, tests, rounds=ROUNDS)
+        return reading(run_lanes([call], TEST_SECONDS * len(tests))[0], tests, sessions.tests)
 
     def _call(self, side: str, pair: int, tests: Sequence[str], rounds: int | None = None) -> LaneCall:
         environment = self.sides[side]

@@ -10,7 +10,7 @@ neighbour slows both. On a shared device they run one after the other, in altern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -110,12 +110,16 @@ def cost(j: Judgement) -> float | None:
     return value if sign > 0 else 1 / value
 
 
-def reading(run: LaneRun, tests: Sequence[str]) -> TimedReading:
-    """Return the reading of a process that ran `tests`."""
+def reading(run: LaneRun, tests: Sequence[str], rows: Collection[str]) -> TimedReading:
+    """Return the reading of a process that ran `tests`. rows: those to pair; a test may leave out its others."""
     judgements = run.record.judgements if run.record else ()
     costs = {j.row.id: c for j in judgements if (c := cost(j)) is not None}
     rounds = {j.row.id: j.row.series[COST_PER_ROUND] for j in judgements if COST_PER_ROUND in j.row.series}
-    faults = {j.row.test: j.reason for j in judgements if j.verdict is Verdict.MISSING and j.row.unmeasured}
+    faults = {
+        j.row.test: j.reason
+        for j in judgements
+        if j.verdict is Verdict.MISSING and j.row.unmeasured and j.row.id in rows
+    }
     disturbed = ""
     for problem in run.record.problems if run.record else ():
         if problem.test in tests and problem.kind is ProblemKind.INFRA:

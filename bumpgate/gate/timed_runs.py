@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -19,14 +20,13 @@ from bumpgate.gate.timed import Sessions, TimedReading, reading
 from bumpgate.gate.view import session_line, timed_line
 from bumpgate.run import seconds
 from bumpgate.run.runner import LaneCall
-from bumpgate.run.shares import UNTIMED, GpuShare
+from bumpgate.run.shares import SESSION, UNTIMED, GpuShare
 
 if TYPE_CHECKING:
     from bumpgate.gate.bench import GateRunner
 
-# Processes that fill a compile cache on one GPU at the same time. Two of the largest tests may not fit into its memory:
-# the second one to need it then fails, after it has compiled.
-FILLS_AT_ONCE = 2
+# Processes that fill a compile cache on one GPU at the same time. Its tests of large models claim the GPU's memory.
+FILLS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class TimedRuns:
         if self._at_once():
             rounds = ROUNDS if sessions.only_slow_modes_open else DUET_ROUNDS
             sessions.run_duet(
-                lambda nodes, flip: self._timed_pair(other, nodes, flip, sessions.cache, rounds), tests
+                lambda nodes, flip: self._timed_pair(sessions, other, nodes, flip, rounds), tests
             )
         else:
             sessions.run_several(
@@ -128,10 +128,14 @@ class TimedRuns:
             )
 
     def _timed_pair(
-        self, other: str, tests: Sequence[str], flip: bool, pair: int, rounds: int
+        self, sessions: Sessions, other: str, tests: Sequence[str], flip: bool, rounds: int
     ) -> tuple[TimedReading, TimedReading]:
-        calls = [self._process(name, tests, f"timed-{name}.json", pair, rounds) for name in (other, "bad")]
-        good, bad = (reading(run, tests) for run in run_duet(calls, flip, TEST_SECONDS * len(tests)))
+        calls = [
+            self._process(name, tests, f"timed-{name}.json", sessions.cache, rounds, more=of_rows(sessions))
+            for name in (other, "bad")
+        ]
+        runs = run_duet(calls, flip, TEST_SECONDS * len(tests))
+        good, bad = (reading(run, tests, sessions.tests) for run in runs)
         return good, bad
 
     def _timed_processes(
@@ -140,12 +144,20 @@ class TimedRuns:
         own = self.runner.shares or (None,)
         names = [side if side == "bad" else other for _, side, _ in processes]
         calls = [
-            self._process(name, tests, f"timed-{name}-{i}.json", sessions.cache_after(i), ROUNDS, own[i])
+            self._process(
+                name,
+                tests,
+                f"timed-{name}-{i}.json",
+                sessions.cache_after(i),
+                ROUNDS,
+                own[i],
+                of_rows(sessions),
+            )
             for name, (i, _, tests) in zip(names, processes)
         ]
         timeout = TEST_SECONDS * max(len(tests) for _, _, tests in processes)
         runs = self.runner.run_calls(sorted(set(names)), "timed processes", calls, timeout)
-        return [reading(run, tests) for run, (_, _, tests) in zip(runs, processes)]
+        return [reading(run, tests, sessions.tests) for run, (_, _, tests) in zip(runs, processes)]
 
     def _process(
         self,
@@ -159,3 +171,8 @@ class TimedRuns:
     ) -> LaneCall:
         env_vars = {"BUMPGATE_ROUNDS": str(rounds), **more}
         return self.runner.call(name, [*self.options, "-n", "0", *tests], record, pair, env_vars, share)
+
+
+def of_rows(sessions: Sessions) -> dict[str, str]:
+    """Return env_vars of the processes of a session, which name the rows that it pairs."""
+    return {SESSION: json.dumps([*sessions.tests])}

@@ -7,10 +7,17 @@ import platform
 import re
 from pathlib import Path
 
-# The reference of a run, the peers that it may lack, its partner in a paired session, its share of the machine, and
-# that its times are not used. bumpgate sets them for the lane runs that it starts, and PARENT to its process id, so
-# that the same variables in a user's shell are rejected.
-OWN_VARIABLES = ("BUMPGATE_LOCK", "BUMPGATE_ABSENT", "BUMPGATE_DUET", "BUMPGATE_SHARE", "BUMPGATE_UNTIMED")
+# The reference of a run, the peers that it may lack, its partner in a paired session, its share of the machine, that
+# its times are not used, and the rows of a paired session. bumpgate sets them for the lane runs that it starts, and
+# PARENT to its process id, so that the same variables in a user's shell are rejected.
+OWN_VARIABLES = (
+    "BUMPGATE_LOCK",
+    "BUMPGATE_ABSENT",
+    "BUMPGATE_DUET",
+    "BUMPGATE_SHARE",
+    "BUMPGATE_UNTIMED",
+    "BUMPGATE_SESSION",
+)
 PARENT = "BUMPGATE_PARENT"
 GPUS = Path("/proc/driver/nvidia/gpus")
 # Maximum memory of a worker of the CPU lane, while it compiles the 52-layer model.

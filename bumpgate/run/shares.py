@@ -16,7 +16,7 @@ from itertools import takewhile
 from bumpgate.core.errors import BumpgateError
 from bumpgate.run.host import gpu_models, gpu_uuids
 
-VARIABLE, UNTIMED = "BUMPGATE_SHARE", "BUMPGATE_UNTIMED"
+VARIABLE, UNTIMED, SESSION = "BUMPGATE_SHARE", "BUMPGATE_UNTIMED", "BUMPGATE_SESSION"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALL = "all"
 # An entry of CUDA_VISIBLE_DEVICES: an index or a UUID.
@@ -129,6 +129,14 @@ def own_cores() -> list[int]:
 def untimed() -> bool:
     """Return whether nothing uses the times of this run, which fills compile caches: timed tests need not run alone."""
     return UNTIMED in os.environ
+
+
+def unused(*rows: str) -> bool:
+    """Return whether nothing uses these rows of this run: it fills compile caches, or is a session of other rows.
+
+    A test may leave out what it measures for them alone.
+    """
+    return untimed() or (SESSION in os.environ and not {*rows} & {*json.loads(os.environ[SESSION])})
 
 
 def keep_to_cores() -> None:

@@ -7,10 +7,13 @@ here.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from bumpgate.plugin.instruments import eager_islands
+from bumpgate.run.shares import unused
 from suites.compile.expectations import expected
 from suites.support.anchor import anchor_milliseconds
 from suites.support.gpu_timing import Timing, copy_rate, matmul_rate, milliseconds
@@ -62,9 +65,12 @@ def test_full_size_training_step(
             f"{case}/peak_memory_bytes", peak, unit="bytes", rule="C37", better="lower",
             tolerance=TOLERANCE["peak"], witness=weights,
         )  # fmt: skip
-        timing = _report_further_steps(row, case, policy, hybrid)
+        before = _compiled(hybrid)
+        timing = milliseconds(hybrid.step, CALLS[name], WARMUP[name])
         _report_rate(row, case, hybrid, timing)
-        if policy == "regional":
+        if not unused(f"{case}/device_milliseconds_per_step"):
+            _report_further_steps(row, case, policy, hybrid, before, timing)
+        if policy == "regional" and not unused(f"{case}/speedup_over_eager"):
             _report_speedup(row, case, name, hybrid, timing)
 
 
@@ -75,12 +81,23 @@ def _report_losses(row, case: str, losses: list[float]) -> None:
     )  # fmt: skip
 
 
-def _report_further_steps(row, case: str, policy: str, hybrid: FullSize) -> Timing:
-    """Report rows on compiles, waits and launches of FURTHER_STEPS more steps; return the time of the timed ones."""
-    known = hybrid.watch.refresh()
-    graphs, recompiles, steps = known.unique_graphs, len(known.recompiles), hybrid.steps
-    name = hybrid.config.name
-    timing = milliseconds(hybrid.step, CALLS[name], WARMUP[name])
+class Compiled(NamedTuple):
+    """Counts at one moment: graphs and recompiles so far, and steps."""
+
+    graphs: int
+    recompiles: int
+    steps: int
+
+
+def _compiled(hybrid: FullSize) -> Compiled:
+    report = hybrid.watch.refresh()
+    return Compiled(report.unique_graphs, len(report.recompiles), hybrid.steps)
+
+
+def _report_further_steps(
+    row, case: str, policy: str, hybrid: FullSize, before: Compiled, timing: Timing
+) -> None:
+    """Report rows on compiles, waits and launches of FURTHER_STEPS steps after `before`, the timed ones included."""
     work = device_work(hybrid.step)
     with synchronisations() as waits:
         hybrid.step()
@@ -88,7 +105,7 @@ def _report_further_steps(row, case: str, policy: str, hybrid: FullSize) -> Timi
     with eager_islands(hybrid.model.blocks) as islands:
         hybrid.step()
     calls = hybrid.watch.report.calls - calls
-    while policy != "eager" and hybrid.steps - steps < FURTHER_STEPS:
+    while policy != "eager" and hybrid.steps - before.steps < FURTHER_STEPS:
         hybrid.step()
     report = hybrid.watch.refresh()
     shared = {"unit": "count", "instruments": INSTRUMENTS, "evidence": report.evidence()}
@@ -119,8 +136,9 @@ def _report_further_steps(row, case: str, policy: str, hybrid: FullSize) -> Timi
         **shared,
     )
     if policy == "eager":
-        return timing
-    again = len(report.recompiles) - recompiles + report.unique_graphs - graphs
+        return
+    after = _compiled(hybrid)
+    again = after.recompiles - before.recompiles + after.graphs - before.graphs
     row(
         f"{case}/graph_breaks",
         len(report.breaks),
@@ -129,10 +147,16 @@ def _report_further_steps(row, case: str, policy: str, hybrid: FullSize) -> Timi
         witness=seen,
         **shared,
     )
-    row(f"{case}/unique_graphs", graphs, rule="C13", expected=want.unique_graphs, witness=calls, **shared)
-    further = hybrid.steps - steps
+    row(
+        f"{case}/unique_graphs",
+        before.graphs,
+        rule="C13",
+        expected=want.unique_graphs,
+        witness=calls,
+        **shared,
+    )
+    further = after.steps - before.steps
     row(f"{case}/recompiles_over_30_steps", again, rule="C8", expected=0, witness=further, **shared)
-    return timing
 
 
 def _report_rate(row, case: str, hybrid: FullSize, timing: Timing) -> None:

@@ -89,7 +89,7 @@ def duet(project: Project, flip: bool = False, length: int = ROUNDS, **of_second
 
 def rounds(runs, id: str = "throughput/loop/seconds"):
     """Return the costs of each side per round."""
-    found = [reading(run, [TEST]) for run in runs]
+    found = [reading(run, [TEST], [id]) for run in runs]
     assert all(id in each.rounds for each in found), [(run.code, each) for run, each in zip(runs, found)]
     return [each.rounds[id] for each in found]
 
@@ -144,7 +144,7 @@ def test_duet_measures_waiting_outside_cpu_time(project: Project, sleeps: str) -
 def test_dead_side_ends_the_wait_of_the_other(project: Project) -> None:
     alone, dead = duet(project, DIES="1")
     assert dead.record is None or not rows(dead)
-    found = reading(alone, [TEST])
+    found = reading(alone, [TEST], [])
     assert not found.costs
     assert "the other side of this session has ended" in found.lost
     assert alone.seconds < 60
@@ -153,7 +153,7 @@ def test_dead_side_ends_the_wait_of_the_other(project: Project) -> None:
 @needs_two_cores
 def test_sides_timing_different_work_are_not_paired(project: Project) -> None:
     for run in duet(project, NAMED="other"):
-        assert "the two sides of this session differ in what they time" in reading(run, [TEST]).lost
+        assert "the two sides of this session differ in what they time" in reading(run, [TEST], []).lost
 
 
 PLACES = """

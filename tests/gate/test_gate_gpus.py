@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_slower_row_is_held_on_several_gpus(machine: Machine, out: Path) -> None
 
 
 def test_further_caches_are_filled_by_all_gpus(calls: Calls, machine: Machine, out: Path) -> None:
-    """Two processes on each GPU run a part of the tests of one side; a session uses the pair of its number."""
+    """Four processes on each GPU run a part of the tests of one side; a session uses the pair of its number."""
     made = machine.prepare(out, ON_GPU, shares=FOUR)
     made.env_specs = {
         name: EnvSpec(Path(f"/envs/{name}"), machine.caches(name), more=(machine.caches(f"{name} 2"),))
@@ -100,19 +101,21 @@ def test_further_caches_are_filled_by_all_gpus(calls: Calls, machine: Machine, o
     }
     for spec in made.env_specs.values():
         spec.mark_filled(0, None)
-    sessions = Sessions({f"a/{i}/s": f"t.py::test_{i}" for i in range(5)}, None, 2, cache_pairs=2)
+    sessions = Sessions({f"a/{i}/s": f"t.py::test_{i}" for i in range(9)}, None, 2, cache_pairs=2)
     timed_runs.TimedRuns(made).warm(sessions)
     variables = ("CUDA_VISIBLE_DEVICES", "CACHE", "BUMPGATE_ROUNDS", "BUMPGATE_UNTIMED")
-    expected = [("good", gpu, "good 2", "1", "1") for gpu in ("0", "1", "0", "1")]
-    expected += [("bad", gpu, "bad 2", "1", "1") for gpu in ("2", "3", "2", "3")]
+    expected = [("good", gpu, "good 2", "1", "1") for gpu in ("0", "1") * 4]
+    expected += [("bad", gpu, "bad 2", "1", "1") for gpu in ("2", "3") * 4]
     assert calls.table(*variables) == [expected]
     selections = [[test[-1] for test in call.selection[2:]] for call in calls.at_once[0]]
-    assert selections == [["0", "4"], ["1"], ["2"], ["3"]] * 2
+    assert selections == [["0", "8"], *([str(i)] for i in range(1, 8))] * 2
     assert "candidate: compile cache 2 filled" in (out / "output.txt").read_text()
     calls.at_once.clear()
     timed_runs.TimedRuns(made).sessions(sessions, "good")
-    caches = [[call[1:] for call in at_once] for at_once in calls.table("CACHE", "BUMPGATE_UNTIMED")]
-    assert caches[0] == [("good", ""), ("bad 2", ""), ("bad", ""), ("good 2", "")]
+    variables = ("CACHE", "BUMPGATE_UNTIMED", "BUMPGATE_SESSION")
+    caches = [[call[1:] for call in at_once] for at_once in calls.table(*variables)]
+    rows = json.dumps([f"a/{i}/s" for i in range(9)])
+    assert caches[0] == [(cache, "", rows) for cache in ("good", "bad 2", "bad", "good 2")]
 
 
 def test_two_gpus_of_a_lane_that_needs_two_are_one_share(calls: Calls, machine: Machine, out: Path) -> None:

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from bumpgate.core.findings import TimedOutcome
-from bumpgate.core.rows import Judgement, Row, Verdict
+from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.gate.plan import SessionPlan, SessionRule, plan_for
 from bumpgate.gate.sequential import summarise
-from bumpgate.gate.timed import Sessions, TimedReading, cost
+from bumpgate.gate.timed import Sessions, TimedReading, cost, reading
 from bumpgate.plugin import timing
 from bumpgate.plugin.rows import InfraError
+from bumpgate.run.runner import LaneRun
 from suites.support.lanes import LANES
 from suites.throughput import starts
 from tests.support.gating import TIME_TEST, count, gone, seconds
@@ -324,3 +325,14 @@ def test_both_sides_fill_empty_caches(
     monkeypatch.setattr(starts, "partner", lambda: OtherSide(empty))
     starts.warm_start(LANES["cpu"])
     assert begun.made == made
+
+
+def test_missing_row_is_a_fault_only_if_it_is_paired(tmp_path: Path) -> None:
+    """A test may leave out what a session does not pair, and must report what it does."""
+    lost = [
+        Judgement(Row(id, None, "s", 0, "", test=TIME_TEST), Verdict.MISSING, "no longer reported")
+        for id in ("a/b/paired", "a/b/other")
+    ]
+    run = LaneRun(1, Record({}, tuple(lost)), "", 1.0, tmp_path)
+    assert reading(run, [TIME_TEST], ["a/b/paired"]).faults == {TIME_TEST: "no longer reported"}
+    assert reading(run, [TIME_TEST], []) == TimedReading()

@@ -25,6 +25,7 @@ from bumpgate.run.shares import (
     parts,
     requested,
     take_place,
+    unused,
     used_gpus,
 )
 
@@ -251,3 +252,20 @@ def test_gate_locks_each_of_its_gpus(tmp_path: Path, driver: Path, monkeypatch: 
         assert held() == ["6", "7"], "the lane is spread over both"
     with device_lock(Lane("cpu"), print):
         assert len([*tmp_path.glob("*.gate-cpu")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "rows", "found"),
+    [
+        ({}, ["a/b/c"], False),
+        ({"BUMPGATE_UNTIMED": "1"}, ["a/b/c"], True),
+        ({"BUMPGATE_SESSION": '["a/b/c"]'}, ["a/b/c", "a/b/d"], False),
+        ({"BUMPGATE_SESSION": '["a/b/c"]'}, ["a/b/d"], True),
+    ],
+)
+def test_rows_that_nothing_uses(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], rows: list[str], found: bool
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert unused(*rows) is found
