@@ -55,15 +55,15 @@ class TimedRuns:
 
     def _fill(self, names: Sequence[str], tests: Sequence[str], pair: int) -> None:
         calls: dict[str, list[LaneCall]] = {}
-        cuda = lanes.require(self.runner.root, self.runner.gate.config.lane).device == "cuda"
+        lane = self.runner.gate.config.lane
+        cuda, known = lanes.require(self.runner.root, lane).device == "cuda", seconds.load(lane)
         for name, own in zip(names, self.runner.shares_of(len(names))):
             places = [*(own or (None,))] * (FILLS_AT_ONCE if cuda else 1)
+            more = {UNTIMED: "1"} if cuda else {}
             calls[name] = [
-                self._process(
-                    name, some, f"warm-{name}-{pair}-{i}.json", pair, 1, share, {UNTIMED: "1"} if cuda else {}
-                )
-                for i, share in enumerate(places)
-                if (some := tests[i :: len(places)])
+                self._process(name, some, f"warm-{name}-{pair}-{i}.json", pair, 1, share, more)
+                for i, (share, some) in enumerate(zip(places, balanced(tests, known, len(places))))
+                if some
             ]
         runs = iter(
             self.runner.run_calls(
@@ -171,6 +171,21 @@ class TimedRuns:
     ) -> LaneCall:
         env_vars = {"BUMPGATE_ROUNDS": str(rounds), **more}
         return self.runner.call(name, [*self.options, "-n", "0", *tests], record, pair, env_vars, share)
+
+
+def balanced(tests: Sequence[str], known: Mapping[str, float], count: int) -> list[list[str]]:
+    """Return `count` lists of these tests that take similar times: the longest first, each to the shortest list.
+
+    known: node id -> seconds of a test; one without takes their mean.
+    """
+    mean = math.fsum(known.values()) / len(known) if known else 1.0
+    lists: list[list[str]] = [[] for _ in range(count)]
+    spent = [0.0] * count
+    for test in sorted(tests, key=lambda test: -known.get(test, mean)):
+        i = spent.index(min(spent))
+        lists[i].append(test)
+        spent[i] += known.get(test, mean)
+    return lists
 
 
 def of_rows(sessions: Sessions) -> dict[str, str]:

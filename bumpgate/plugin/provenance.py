@@ -35,7 +35,7 @@ def collect(lane: Lane, device: str, root: Path, record: Path, *, full_run: bool
     return {
         "lane": lane.name,
         "device": device,
-        "driver": _driver(),
+        "driver": driver(),
         "cpu": cpu_model(),
         "cores": cores(),
         "host": platform.node(),
@@ -115,7 +115,7 @@ def _wheel_set() -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
-def _driver() -> str | None:
+def driver() -> str | None:
     """Return the version of the loaded NVIDIA kernel module."""
     found = re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", read_or_empty("/proc/driver/nvidia/version"))
     return found[1] if found else None

@@ -40,8 +40,6 @@ BATCHES = 4
 # weights and gradients but without AdamW's state, and a margin for fragmentation.
 GIB = {"nam52": 42, "nam12": 8, "nam56r": 56}
 STACK_GIB = 10  # a block of each kind
-# The claim of a run that fills compile caches and steps with AdamW's state, next to others on its GPU.
-STEP_GIB = {"nam52": 54, "nam12": 8, "nam56r": 76}
 # With 16 calls the 99 % interval of the median excludes the slowest: with 8 a single step of the peers' made it 14 %
 # wide.
 CALLS = {"nam52": 20, "nam12": 20, "nam56r": 16}
@@ -126,7 +124,7 @@ class FullSize:
 def full_size(name: str, policy: str) -> Iterator[FullSize]:
     """Yield the preset `name` at full size under `policy`: contract applied, Dynamo watched, memory freed at exit."""
     contract, config = load(), preset(name, "full")
-    memory = claimed(STEP_GIB[name]) if untimed() else nullcontext()
+    memory = claimed(GIB[name]) if untimed() else nullcontext()
     with memory, dynamo_config(read_dynamo_config(contract.dynamo)), DynamoWatch() as watch:
         torch.manual_seed(SEED)
         held = torch.cuda.memory_allocated()

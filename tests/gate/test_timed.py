@@ -17,6 +17,7 @@ from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.gate.plan import SessionPlan, SessionRule, plan_for
 from bumpgate.gate.sequential import summarise
 from bumpgate.gate.timed import Sessions, TimedReading, cost, reading
+from bumpgate.gate.timed_runs import balanced
 from bumpgate.plugin import timing
 from bumpgate.plugin.rows import InfraError
 from bumpgate.run.runner import LaneRun
@@ -336,3 +337,10 @@ def test_missing_row_is_a_fault_only_if_it_is_paired(tmp_path: Path) -> None:
     run = LaneRun(1, Record({}, tuple(lost)), "", 1.0, tmp_path)
     assert reading(run, [TIME_TEST], ["a/b/paired"]).faults == {TIME_TEST: "no longer reported"}
     assert reading(run, [TIME_TEST], []) == TimedReading()
+
+
+def test_fill_gives_each_process_similar_times() -> None:
+    known = {"a": 50.0, "b": 20.0, "c": 20.0, "d": 10.0}
+    assert balanced(["d", "c", "b", "a"], known, 2) == [["a"], ["c", "b", "d"]]
+    assert balanced(["x", "y", "z"], {}, 2) == [["x", "z"], ["y"]]
+    assert balanced(["new", "d"], known, 3) == [["new"], ["d"], []], "a new test takes the mean, 25 s"

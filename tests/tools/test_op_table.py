@@ -37,6 +37,10 @@ def compiled(rows: dict[str, dict[str, str]]) -> Baseline:
     return Baseline("cpu", made_with=HERE, rows=found)
 
 
+def page(timed: dict[str, float]) -> str:
+    return op_table.markdown(baseline("h200", timed), compiled(COMPILED), *op_table.measured())
+
+
 def cells(text: str) -> list[list[str]]:
     """Return the cells of the first table."""
     table = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")]
@@ -44,7 +48,7 @@ def cells(text: str) -> list[list[str]]:
 
 
 def test_markdown_row_has_errors_times_and_code() -> None:
-    _, _, forward, both = cells(op_table.markdown(baseline("h200", TIMED), compiled(COMPILED)))
+    _, _, forward, both = cells(page(TIMED))
     assert forward == [
         "`scan-N64`", "1.25", "-", "forward", "0.500", "2.000", "0.25", "-", "128", "12",
     ]  # fmt: skip
@@ -69,14 +73,14 @@ def test_marks_print_the_distance_and_the_known_bound() -> None:
 
 def test_markdown_without_timed_kernels_raises() -> None:
     with pytest.raises(BaselineError, match=r"no kernel was timed; pytest -m h200 suites/kernels$"):
-        op_table.markdown(baseline("h200", {}), compiled(COMPILED))
+        page({})
 
 
 def test_docs_table_matches_the_reviewed_rows() -> None:
     ran, compiled = (load(ROOT / "baselines" / f"{lane}.json", lane) for lane in ("h200", "cpu"))
-    assert (ROOT / "docs" / "kernels.md").read_text() == op_table.markdown(ran, compiled), (
-        "python -m tools.op_table --out docs/kernels.md"
-    )
+    assert (ROOT / "docs" / "kernels.md").read_text() == op_table.markdown(
+        ran, compiled, *op_table.measured()
+    ), "python -m tools.op_table --out docs/kernels.md"
 
 
 def test_unwritable_output_is_reported_in_one_line(tmp_path: Path, capsys) -> None:

@@ -1,0 +1,114 @@
+"""Counters and peers of kernels: what is read from Nsight Compute, and the sections of docs/kernels.md."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tools import kernel_counters, kernel_peers
+from tools.kernel_counters import COUNTERS
+
+RANGE = "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg"
+WAITS = ("barrier", "long_scoreboard", "not_selected", "selected", "wait")
+STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+MADE = {"device": "NVIDIA H200", "driver": "580.1", "torch": "2.11.0", "triton": "3.6.0"}
+
+
+def kernel(name: str, range_name: str, nanoseconds: str = "1,000") -> dict[str, str]:
+    where = f'7 "<default domain>:{range_name}:none:none:none:none:none:none" ' if range_name else ""
+    waits = {STALLED.format(reason): str(i) for i, reason in enumerate(WAITS)}
+    counters = dict.fromkeys(COUNTERS.values(), "12.345") | {COUNTERS["nanoseconds"]: nanoseconds}
+    return {"ID": "0", "Kernel Name": name, RANGE: where, **counters, **waits}
+
+
+def output(*kernels: dict[str, str]) -> str:
+    """Return what ncu prints: messages, the table with a line of units, in quotes."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*kernels[0]], quoting=csv.QUOTE_ALL, lineterminator="\n")
+    writer.writeheader()
+    writer.writerow(dict.fromkeys(kernels[0], "") | {COUNTERS["nanoseconds"]: "ns"})
+    writer.writerows(kernels)
+    return "==PROF== Connected to process 7\n" + text.getvalue()
+
+
+THREE = (
+    kernel("_forward(float*)", "scan-N64/forward"),
+    kernel("_forward(float*)", "scan-N64/both", "40"),
+    kernel("void sum<float, 4>(float*)", "", "1,960"),
+)
+
+
+def test_kernel_without_a_range_belongs_to_the_last_one() -> None:
+    found = kernel_counters.parse(output(*THREE))
+    assert {name: [k["kernel"] for k in kernels] for name, kernels in found.items()} == {
+        "scan-N64/forward": ["_forward"],
+        "scan-N64/both": ["_forward", "sum"],
+    }
+    last = found["scan-N64/both"][-1]
+    assert (last["nanoseconds"], last["tensor"]) == (1960, 12.35)
+    assert list(last["waits"]) == ["wait", "not_selected", "long_scoreboard"], "selected is no wait"
+
+
+def test_text_without_a_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="no table in the output of ncu"):
+        kernel_counters.parse("==ERROR== no kernels were profiled\n")
+
+
+def test_kernels_below_the_least_share_are_left_out() -> None:
+    short, long = {"nanoseconds": 1.0}, {"nanoseconds": 99.0}
+    assert kernel_counters.longest([short, long]) == [long]
+    assert kernel_counters.longest([short, {"nanoseconds": 49.0}]) == [short, {"nanoseconds": 49.0}]
+
+
+def test_section_has_a_line_for_each_kernel_of_both_passes() -> None:
+    lines = kernel_counters.section({"made_with": MADE, "kernels": kernel_counters.parse(output(*THREE))})
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    assert [row[:3] for row in table[2:]] == [["`scan-N64`", "`_forward`", "0.000"], ["", "`sum`", "0.002"]]
+    assert table[-1][-1] == "wait 4.0, not_selected 2.0, long_scoreboard 1.0"
+    assert "NVIDIA H200, driver 580.1, torch 2.11.0, triton 3.6.0." in lines
+
+
+@pytest.mark.parametrize("printed", ["", output(*THREE)])
+def test_command_writes_what_ncu_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], printed: str
+) -> None:
+    (tmp_path / "printed").write_text(printed)
+    program = tmp_path / "ncu"
+    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\ncat {tmp_path}/printed\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    out = tmp_path / "counters.json"
+    code = kernel_counters.main(["scan-N64", "--out", str(out)])
+    arguments = (tmp_path / "arguments").read_text().split()
+    assert arguments[-4:] == ["-m", "tools.kernel_counters", "--profiled", "scan-N64"]
+    assert "--clock-control none" in " ".join(arguments)
+    if not printed:
+        assert (code, out.exists()) == (3, False)
+        assert "no table in the output of ncu (exit code 0)" in capsys.readouterr().err
+        return
+    assert code == 0
+    assert [*json.loads(out.read_text())["kernels"]] == ["scan-N64/forward", "scan-N64/both"]
+
+
+def test_command_without_ncu_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert kernel_counters.main([]) == 3
+    assert capsys.readouterr().err == "ncu is not on PATH: install NVIDIA Nsight Compute, or add its folder\n"
+
+
+def test_fastest_implementation_is_bold() -> None:
+    times = {"a-P64": {"ours": [2.0, 5.0], "cuDNN": [1.0, 6.0]}, "b": {"ours": [2.0, 4.0]}}
+    lines = kernel_peers.section({"made_with": MADE, "ways": ["forward", "both"], "milliseconds": times})
+    assert lines[-4:] == [
+        "| `a-P64` | forward | 2.000 | **1.000** |",
+        "|  | both | **5.000** | 6.000 |",
+        "| `b` | forward | **2.000** | - |",
+        "|  | both | **4.000** | - |",
+    ]

@@ -1,0 +1,113 @@
+"""Times of the attention op next to torch's own kernels: cuDNN and flash through SDPA, and FlexAttention.
+
+    python -m tools.kernel_peers [--out tools/kernel_peers.json]
+
+The cases are those of suites/kernels/workloads.py, one document a row, in one process; SDPA has no softcap. Written as
+JSON, which tools.op_table shows. Exit codes: 0 written; 2 usage error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from suites.support.tables import line, publish
+from tools.kernel_counters import WAYS, described, made_with
+
+FILE = Path(__file__).with_suffix(".json")
+NOTES = """
+Median milliseconds, one document a row; both: forward and backward. {machine}.
+
+cuDNN and flash are SDPA's, which has no softcap; "-": not measured. Made by
+`python -m tools.kernel_peers --out tools/kernel_peers.json`.
+"""
+CASES = ("attention-P128", "attention-P128-softcap30", "attention-P64", "attention-P64-softcap30")
+# Of an output against ours: two roundings to bf16.
+LARGEST_DIFFERENCE = 1e-2
+
+
+def calls(softcap: float) -> dict[str, Callable[..., Any]]:
+    """Return the implementations by name, each with the arguments of the op; B batch, T tokens."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    from kernels.attention.upstream import attention_sdpa
+    from suites.kernels.workloads import T
+
+    fused = torch.compile(flex_attention, dynamic=False)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda")
+
+    def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return softcap * torch.tanh(score / softcap)
+
+    def flex(q: Any, k: Any, v: Any, doc_ids: Any) -> Any:
+        heads = (t.transpose(1, 2) for t in (q, k, v))
+        options = {"score_mod": capped if softcap else None, "block_mask": mask, "enable_gqa": True}
+        return fused(*heads, **options).transpose(1, 2)
+
+    def sdpa(backend: SDPBackend) -> Callable[..., Any]:
+        def call(*inputs: Any) -> Any:
+            with sdpa_kernel(backend):
+                return attention_sdpa(*inputs)
+
+        return call
+
+    own = {"cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION), "flash": sdpa(SDPBackend.FLASH_ATTENTION)}
+    return {**({} if softcap else own), "FlexAttention": flex}
+
+
+def measure(name: str) -> dict[str, list[float]]:
+    """Return implementation -> milliseconds of each of WAYS. Raises ValueError if one computes something else."""
+    import torch
+
+    from suites.kernels import workloads
+    from suites.support.gpu_timing import forward_and_backward, milliseconds
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    case = workloads.CASES[name](4)
+    expected = case.op(*case.inputs).float()
+    found = {}
+    for which, call in {"ours": case.op, **calls(case.op.keywords["softcap"])}.items():
+        difference = float((call(*case.inputs).float() - expected).norm() / expected.norm())
+        if not difference < LARGEST_DIFFERENCE:
+            raise ValueError(f"{name}: {which} differs from the op by {difference:.2g}")
+        ways = forward_and_backward(call, case.inputs)
+        found[which] = [round(milliseconds(way).median, 4) for way in ways]
+    return found
+
+
+def section(result: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a Markdown section on the result of `main`; the fastest of each line is bold."""
+    names = list(dict.fromkeys(name for times in result["milliseconds"].values() for name in times))
+    head = ("op, shape", "pass", *names)
+    table = []
+    for case, times in result["milliseconds"].items():
+        for i, way in enumerate(result["ways"]):
+            values = {name: ways[i] for name, ways in times.items() if ways[i] is not None}
+            cells = [f"{values[name]:.3f}" if name in values else "-" for name in names]
+            fastest = names.index(min(values, key=lambda name: values[name]))
+            cells[fastest] = f"**{cells[fastest]}**"
+            table.append(("" if i else f"`{case}`", way, *cells))
+    body = [line(cells) for cells in (head, ("---",) * len(head), *table)]
+    machine = described(result["made_with"])
+    return ["## Attention and torch's own kernels", *NOTES.format(machine=machine).splitlines(), "", *body]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Return the exit code; argparse itself exits with 2."""
+    parser = argparse.ArgumentParser(prog="python -m tools.kernel_peers", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="writes the JSON there instead of printing it")
+    given = parser.parse_args(arguments)
+    times = {name: measure(name) for name in CASES}
+    result = {"made_with": made_with(), "ways": WAYS, "milliseconds": times}
+    return publish(json.dumps(result, indent=1) + "\n", given.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
