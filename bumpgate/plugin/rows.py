@@ -25,7 +25,7 @@ from bumpgate.core.lanes import how_to_declare
 from bumpgate.core.rows import Judgement, Row, RowError, Value, one_line
 from bumpgate.plugin import lane_of, lanes_of
 from bumpgate.plugin.provenance import versions
-from bumpgate.run.host import cores, cpu_model
+from bumpgate.run.host import cpu_model, host_cores
 
 # Names of the properties that carry rows and machine faults on a test report.
 ROW_PROPERTY = "bumpgate_row"
@@ -139,7 +139,8 @@ class RowRecorder:
             raise RowError(f"row {id!r}: already reported by {self._reported[id]}")
         self._reported[id] = self._item.nodeid
         judgement = judge(row, self._baseline, failed_instruments=_unproved(row), build=versions())
-        judgement = other_host(judgement, self._baseline.made_with, {"cpu": cpu_model(), "cores": cores()})
+        host = {"cpu": cpu_model(), "cores": host_cores()}
+        judgement = other_host(judgement, self._baseline.made_with, host)
         judgement = accepted.apply(judgement, self._baseline, self._acceptances, accepted.today())
         self._item.user_properties.append((ROW_PROPERTY, json.dumps(judgement.to_json())))
         self._unreported.append(judgement)
