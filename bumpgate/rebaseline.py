@@ -78,7 +78,7 @@ def command(
     measured = record or root / "record.json"
     found = read_record(measured)
     if not other_tree:
-        _refuse_other_tree(found, measured_tree(root, measured))
+        refuse_other_tree(found, measured_tree(root, measured))
     new, changes = plan(found, old, only=only or (), prune=prune, refresh=refresh)
     if new == old:
         typer.echo("nothing to accept: every measured row is within its tolerance")
@@ -124,7 +124,7 @@ def plan(
     return Baseline(old.lane, made_with(record) if adopt else old.made_with, rows), changes
 
 
-def _refuse_other_tree(record: Record, now: str) -> None:
+def refuse_other_tree(record: Record, now: str) -> None:
     """Raise RefusedError on a record of other sources than those of this work tree."""
     if record.provenance.get("tree") == now:
         return
