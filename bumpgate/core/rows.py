@@ -230,7 +230,7 @@ class Record:
     """Result of one run: provenance, one judgement per row, and problems that belong to no row.
 
     complete: every selected test ran to its end.
-    problems: each red: a failed test that holds no red row, a skip under --gate.
+    problems: each red: a failed test whose red rows do not show why, a skip under --gate.
     """
 
     provenance: Mapping[str, Any]

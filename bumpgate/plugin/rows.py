@@ -30,6 +30,8 @@ from bumpgate.run.host import cpu_model, host_cores
 # Names of the properties that carry rows and machine faults on a test report.
 ROW_PROPERTY = "bumpgate_row"
 INFRA_PROPERTY = "bumpgate_infra"
+# The phase of a test that failed for its red rows alone.
+RED_PROPERTY = "bumpgate_red"
 NOT_RUN_PROPERTY = "bumpgate_not_run"
 # Rows that the gate does not require: they cannot be measured in this environment.
 EXCUSED_PROPERTY = "bumpgate_not_run_excused"
@@ -79,6 +81,7 @@ class RowRecorder:
         self._acceptances = acceptances
         self._reported = reported
         self._unreported: list[Judgement] = []
+        self.failure: BaseException | None = None
 
     def __call__(
         self,
@@ -208,7 +211,8 @@ class RowRecorder:
         red = [j for j in self._unreported if j.red]
         self._unreported.clear()
         if red:
-            pytest.fail("\n".join(_explain(j) for j in red), pytrace=False)
+            self.failure = pytest.fail.Exception("\n".join(_explain(j) for j in red), pytrace=False)
+            raise self.failure
 
 
 def _unproved(row: Row) -> dict[str, str]:
@@ -292,8 +296,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Mark the report of a test that a machine fault stopped, so that its rows are INFRA and not MISSING."""
+    """Mark the report of a test that failed for its red rows alone, or that a machine fault stopped.
+
+    The rows of the latter are INFRA and not MISSING.
+    """
     error = call.excinfo.value if call.excinfo else None
+    recorder = item.stash.get(RECORDER, None)
+    if error and recorder and error is recorder.failure:
+        item.user_properties.append((RED_PROPERTY, call.when))
     machine = isinstance(error, (InfraError, MemoryError))
     if machine or (isinstance(error, OSError) and error.errno in MACHINE_FAULTS):
         item.user_properties.append((INFRA_PROPERTY, one_line(f"{type(error).__name__}: {error}")))

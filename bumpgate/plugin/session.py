@@ -285,14 +285,15 @@ class LaneSession:
         )
 
     def _problems(self, judgements: list[Judgement], complete: bool, part: str) -> list[Problem]:
-        """Return the problems that no red row shows."""
+        """Return the problems that no red row shows. A measured row shows no failure but that of its value."""
         red = {j.row.test for j in judgements if j.red}
+        silent = {j.row.test for j in judgements if j.red and j.row.unmeasured}
         found = [
             Problem(test, ProblemKind.INFRA, self.reports.infra[test])
             if test in self.reports.infra
             else Problem(test, ProblemKind.FAILED, f"{why}{self._rules(test)}")
-            for test, why in self.reports.failed.items()
-            if test not in red
+            for test, why in (self.reports.failed | self.reports.broken).items()
+            if test not in (silent if test in self.reports.broken else red)
         ]
         found += [
             Problem(path, ProblemKind.UNCOLLECTED, f"could not be collected: {why}")
