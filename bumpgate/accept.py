@@ -28,6 +28,7 @@ from bumpgate.core.errors import BumpgateError, RefusedError
 from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.gate_file import GateFile, Paired, read
 from bumpgate.core.rows import Judgement, Record, is_finite, write_atomic
+from bumpgate.core.text import is_line
 from bumpgate.rebaseline import refuse_other_tree
 from bumpgate.run.binding import Binding, bind, measured_tree
 
@@ -129,8 +130,8 @@ def _entry(
 ) -> Acceptance:
     """Return the entry to write. Raises RefusedError on a row that cannot be accepted."""
     for name, text in (("owner", owner), ("reason", reason)):
-        if not text.strip() or len(text.splitlines()) > 1:
-            raise BumpgateError(f"--{name} must be one line of text")
+        if not is_line(text):
+            raise BumpgateError(f"--{name} must be one line of text in UTF-8, got {text!r}")
     made = Acceptance(lane, row, None, owner.strip(), reason.strip(), today(), expires)
     record, timed, drifts = _measured(measured)
     found = record.provenance.get("lane") if record else lane

@@ -21,6 +21,7 @@ from bumpgate.core import code
 from bumpgate.core.errors import BumpgateError as BumpgateError
 from bumpgate.core.errors import one_line as one_line
 from bumpgate.core.problems import Problem
+from bumpgate.core.text import loads
 
 SCHEMA = 1
 # Of record.json. Schema 1, in which a problem was a line of text, can still be read.
@@ -276,7 +277,7 @@ def read_record(path: Path) -> Record:
     remake = "write it again with: pytest -m LANE"
     try:
         content = path.read_bytes()
-        raw = json.loads(lzma.decompress(content) if content.startswith(XZ) else content)
+        raw = loads(lzma.decompress(content) if content.startswith(XZ) else content)
         if not isinstance(raw, dict) or raw.get("schema") not in (1, RECORD_SCHEMA):
             raise RecordError(f"{path.name}: not a record of schema {RECORD_SCHEMA}; {remake}")
         judgements = tuple(Judgement.from_json(j) for j in raw["rows"])

@@ -23,6 +23,7 @@ from bumpgate.core import accepted, rules
 from bumpgate.core.baseline import Baseline, judge, load, other_host
 from bumpgate.core.lanes import how_to_declare
 from bumpgate.core.rows import Judgement, Row, RowError, Value, one_line
+from bumpgate.core.text import encodable
 from bumpgate.plugin import lane_of, lanes_of
 from bumpgate.plugin.provenance import versions
 from bumpgate.run.host import cpu_model, host_cores
@@ -119,17 +120,17 @@ class RowRecorder:
         derived = expected is not None or at_most is not None or at_least is not None
         row = Row(
             id=id,
-            value=value,
+            value=_encodable(value),
             unit=unit,
             witness=witness,
             rule=rule or self._no_rule(),
-            expected=expected,
+            expected=_encodable(expected),
             at_most=at_most,
             at_least=at_least,
             better=better or ("derived" if derived else "exact"),
             tolerance=tolerance,
             interval=interval,
-            evidence=tuple(str(e) for e in evidence),
+            evidence=tuple(encodable(str(e)) for e in evidence),
             instruments=tuple(dict.fromkeys((*instruments, *self._item.stash.get(INSTRUMENTS, ())))),
             test=self._item.nodeid,
             per_build=per_build,
@@ -213,6 +214,11 @@ class RowRecorder:
         if red:
             self.failure = pytest.fail.Exception("\n".join(_explain(j) for j in red), pytrace=False)
             raise self.failure
+
+
+def _encodable(value: Value) -> Value:
+    """Return a value as a record has it when it is read, so that it equals the reviewed one."""
+    return encodable(value) if isinstance(value, str) else value
 
 
 def _unproved(row: Row) -> dict[str, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.core.errors import BumpgateError
+from bumpgate.core.text import encodable
 from bumpgate.run.home import home
 
 OWN = "of this tree"  # the version of a bumpgate that runs from the work tree itself
@@ -60,8 +61,11 @@ class Binding:
             out.append(f"bumpgate {self.bumpgate} -> {now.bumpgate}")
         if self.commit != now.commit:
             out.append(f"commit {self.commit[:12] or 'none'} -> {now.commit[:12] or 'none'}")
-        paths = sorted({*self.files, *now.files})
-        changed = [path for path in paths if self.files.get(path) != now.files.get(path)]
+        # The names in a gate.json that was read are encodable.
+        before, after = (
+            {encodable(path): x for path, x in files.items()} for files in (self.files, now.files)
+        )
+        changed = [path for path in sorted({*before, *after}) if before.get(path) != after.get(path)]
         if changed:
             more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
             out.append(f"tree: {', '.join(changed[:SHOWN])}{more}")

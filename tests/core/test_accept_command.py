@@ -156,7 +156,11 @@ def test_accept_refuses_a_record_of_other_sources(
         (("a/b/n", *WHO, "--expires", "soon"), 4, "--expires 'soon': not a day"),
         (("a/b/n", *WHO, "--expires", "2020-01-01"), 4, "from today on, and at most 366 days away"),
         (("a/b/n", *WHO, "--expires", "2999-01-01"), 4, "from today on, and at most 366 days away"),
-        (("a/b/n", "--lane", "cpu", "--owner", "ada", *SOON), 4, "--reason must be one line of text"),
+        (
+            ("a/b/n", "--lane", "cpu", "--owner", "ada", *SOON),
+            4,
+            "--reason must be one line of text in UTF-8, got ''",
+        ),
         (("a/b/n", *WHO[:2], *WHO[4:], *SOON), 4, "--owner must be one line of text"),
         (("a/b/n", *WHO, *SOON, "--record", "none.json"), 4, "none.json: cannot be read"),
     ],
