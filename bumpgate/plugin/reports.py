@@ -46,6 +46,11 @@ class Reports:
         """Return `row: reason` of each row that this device or environment need not report."""
         return sorted(line for lines in self.not_run.values() for line in lines)
 
+    @property
+    def not_run_rows(self) -> set[str]:
+        """Return the ids of these rows."""
+        return {line.partition(": ")[0] for line in self.not_run_lines}
+
     def take_collection(self, report: pytest.CollectReport) -> None:
         """Take the report of a file."""
         if report.failed:
