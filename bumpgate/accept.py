@@ -28,6 +28,9 @@ from bumpgate.core.errors import BumpgateError, RefusedError
 from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.gate_file import GateFile, Paired, read
 from bumpgate.core.rows import Judgement, Record, is_finite, write_atomic
+from bumpgate.core.text import is_line
+from bumpgate.rebaseline import refuse_other_tree
+from bumpgate.run.binding import Binding, bind, measured_tree
 
 HEAD = """\
 # Differences that are accepted until a day: `bumpgate accept` writes them, an expired one is red.
@@ -44,12 +47,15 @@ def command(
     record: Annotated[
         Path | None, typer.Option(help="What was measured: record.json (the default) or a gate.json.")
     ] = None,
+    other_tree: Annotated[
+        bool, typer.Option("--other-tree", help="Use a record or gate that was measured from other sources.")
+    ] = False,
     remove: Annotated[bool, typer.Option("--remove", help="Drop every entry of the row instead.")] = False,
 ) -> None:
     """Accept the measured value of a row until a day. It is then shown and not red.
 
     For a row that the gate timed in pairs, the ratio of times is accepted, to the adopted build or, of a drift (CREEP),
-    to the anchor.
+    to the anchor. The record or gate must be of the present sources; documents and baselines may have changed.
 
     Exit codes: 0 done, 1 refused and nothing written, 4 bad input.
     """
@@ -66,7 +72,11 @@ def command(
         save(path, kept)
         typer.echo(f"removed {len(entries) - len(kept)} of {row}")
     else:
-        made = _entry(root, record or root / "record.json", row, lane, owner, reason, _day(expires))
+        measured = record or root / "record.json"
+        found = read(measured)
+        made = _entry(root, measured, found, row, lane, owner, reason, _day(expires))
+        if not other_tree:
+            _refuse_other_tree(root, measured, found)
         save(path, [*(a for a in entries if a.key != made.key), made])
         typer.echo(f"accepted {row} {made.measured} for {made}")
     typer.echo(f"wrote baselines/{FILE}; review it with: git diff baselines/{FILE}")
@@ -95,13 +105,35 @@ def _day(text: str) -> date:
     return day
 
 
-def _entry(root: Path, path: Path, row: str, lane: str, owner: str, reason: str, expires: date) -> Acceptance:
-    """Return the entries to write. Raises RefusedError on a row that cannot be accepted."""
+def _refuse_other_tree(root: Path, path: Path, found: Record | GateFile) -> None:
+    """Raise RefusedError on a record or gate of other sources than those of this work tree."""
+    if isinstance(found, Record):
+        refuse_other_tree(found, measured_tree(root, path))
+        return
+    now = bind(root, path.parent).sources()
+    if differences := Binding.of_gate(path, found.binding).sources().differences(now):
+        raise RefusedError(
+            f"{path} was measured from other sources ({'; '.join(differences)}) than these: gate again, or take it as"
+            " it is with --other-tree"
+        )
+
+
+def _entry(
+    root: Path,
+    path: Path,
+    measured: Record | GateFile,
+    row: str,
+    lane: str,
+    owner: str,
+    reason: str,
+    expires: date,
+) -> Acceptance:
+    """Return the entry to write. Raises RefusedError on a row that cannot be accepted."""
     for name, text in (("owner", owner), ("reason", reason)):
-        if not text.strip() or len(text.splitlines()) > 1:
-            raise BumpgateError(f"--{name} must be one line of text")
+        if not is_line(text):
+            raise BumpgateError(f"--{name} must be one line of text in UTF-8, got {text!r}")
     made = Acceptance(lane, row, None, owner.strip(), reason.strip(), today(), expires)
-    record, timed, drifts = _measured(path)
+    record, timed, drifts = _measured(measured)
     found = record.provenance.get("lane") if record else lane
     if found != lane:
         raise RefusedError(f"{path.name} is of lane {found!r}, not {lane!r}")
@@ -119,9 +151,10 @@ def _entry(root: Path, path: Path, row: str, lane: str, owner: str, reason: str,
     return made
 
 
-def _measured(path: Path) -> tuple[Record | None, Mapping[str, Paired], Mapping[str, float | None]]:
+def _measured(
+    found: Record | GateFile,
+) -> tuple[Record | None, Mapping[str, Paired], Mapping[str, float | None]]:
     """Return the record to accept from (the candidate's, for a gate), the gate's timed rows, and its drifts' ratios."""
-    found = read(path)
     if not isinstance(found, GateFile):
         return found, {}, {}
     return found.bad.record, found.timed, {row: drift.get("ratio") for row, drift in found.drifts.items()}

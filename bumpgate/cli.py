@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 refused, 4 bad input, 125 the machine or an index failed, 
 from __future__ import annotations
 
 import gc
+import io
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -170,6 +171,9 @@ def main() -> None:
         _fail("bumpgate: PYTHONOPTIMIZE or -O removes checks that are assert statements: leave it out", 4)
     # A command ends soon and builds long lists of rows: collecting garbage took a fifth of the report of 10,000 rows.
     gc.set_threshold(100_000, 20, 100)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that is not UTF-8 can be printed
     try:
         sys.exit(app(prog_name="bumpgate", standalone_mode=False) or 0)
     except RefusedError as refusal:

@@ -29,7 +29,7 @@ from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict, read_reco
 from bumpgate.run.binding import measured_tree
 from bumpgate.table import change_lines
 
-MADE_WITH = ("torch", "torch_git", "triton", "python", "wheel_set", "device", "cpu", "driver")
+MADE_WITH = ("torch", "torch_git", "triton", "python", "wheel_set", "device", "cpu", "cores", "driver")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def command(
     measured = record or root / "record.json"
     found = read_record(measured)
     if not other_tree:
-        _refuse_other_tree(found, measured_tree(root, measured))
+        refuse_other_tree(found, measured_tree(root, measured))
     new, changes = plan(found, old, only=only or (), prune=prune, refresh=refresh)
     if new == old:
         typer.echo("nothing to accept: every measured row is within its tolerance")
@@ -121,11 +121,10 @@ def plan(
     adopt = not old.made_with or (whole and (bool(changes) or other_build(old.made_with, record.provenance)))
     if adopt:
         _refuse_kept_values(record, old)
-    made_with = {name: record.provenance.get(name) for name in MADE_WITH} if adopt else old.made_with
-    return Baseline(old.lane, made_with, rows), changes
+    return Baseline(old.lane, made_with(record) if adopt else old.made_with, rows), changes
 
 
-def _refuse_other_tree(record: Record, now: str) -> None:
+def refuse_other_tree(record: Record, now: str) -> None:
     """Raise RefusedError on a record of other sources than those of this work tree."""
     if record.provenance.get("tree") == now:
         return
@@ -178,6 +177,12 @@ def _refuse_record(record: Record, old: Baseline, only: Sequence[str], prune: bo
 def judged(j: Judgement, old: Baseline, record: Record) -> Judgement:
     """Judge a row again: the baseline may have changed since the run."""
     return judge(j.row, old, failed_instruments={}, build=build_of(record))
+
+
+def made_with(record: Record) -> dict[str, str | None]:
+    """Return the versions and the machine of a record, as a baseline states them."""
+    facts = {name: record.provenance.get(name) for name in MADE_WITH}
+    return {name: None if fact is None else str(fact) for name, fact in facts.items()}
 
 
 def build_of(record: Record) -> dict[str, str | None]:

@@ -180,10 +180,7 @@ def _gate(path: Path, root: Path, named: Named) -> tuple[GateFile, Binding]:
             f"{path} compares with {found.config['adopted']}, not with the adopted set: gate without --adopted"
         )
     check_named(path, found, named)
-    try:
-        binding = Binding.from_json(found.binding)
-    except (KeyError, TypeError, AttributeError):
-        raise AdoptionError(f"{path} does not record its work tree: gate again") from None
+    binding = Binding.of_gate(path, found.binding)
     entries = accepted.load(root / "baselines" / accepted.FILE)
     lapsed = accepted.lapsed(entries, found.lane, found.started, accepted.today())
     if differences := [*binding.differences(bind(root, path.parent)), *lapsed]:

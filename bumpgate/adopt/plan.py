@@ -9,7 +9,7 @@ from bumpgate.core.baseline import BUILD, Baseline, judge
 from bumpgate.core.findings import NO_REGRESSION
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Judgement, Record, Verdict
-from bumpgate.rebaseline import MADE_WITH, BaselineChange, build_of, judged, reviewed
+from bumpgate.rebaseline import BaselineChange, build_of, judged, made_with, reviewed
 from bumpgate.run.edits import AdoptionError
 
 # The paired sessions decide these instead of a stored time.
@@ -42,8 +42,7 @@ def moved_baseline(
             del rows[change.id]
         else:
             rows[change.id] = change.new
-    made_with = {name: record.provenance.get(name) for name in MADE_WITH}
-    return Baseline(old.lane, made_with, rows), changes, left
+    return Baseline(old.lane, made_with(record), rows), changes, left
 
 
 def _change(

@@ -10,6 +10,7 @@ from typing import Any
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import one_line
+from bumpgate.core.text import is_line
 from bumpgate.core.toml import tomllib
 from bumpgate.history.adoptions import ReviewedFinding
 from bumpgate.run.edits import AdoptionError
@@ -30,7 +31,7 @@ def reviewed(
         )
     if reasons and not rows:
         raise AdoptionError("--reason requires --reviewed: name the rows")
-    if faulty := [reason for reason in reasons if not _is_reason(reason)]:
+    if faulty := [reason for reason in reasons if not is_line(reason)]:
         raise AdoptionError(f"--reason must be one line of text in UTF-8, got {faulty[0]!r}")
     blocking = [f for f in gate.findings if f.decision is not Decision.ADOPT]
     by_row = {row: f for f in blocking for row in f.rows if f.decision is Decision.HOLD}
@@ -80,14 +81,7 @@ def _fault(entry: Any) -> str:
     rows = entry["rows"]
     if not isinstance(rows, list) or not rows or not all(isinstance(row, str) for row in rows):
         return f"rows must be a list of row ids or globs, got {rows!r}"
-    return "" if _is_reason(entry["reason"]) else "reason must be one line of text"
-
-
-def _is_reason(text: object) -> bool:
-    """Return whether a value is one line of text. Bytes of an option that are not UTF-8 become surrogates."""
-    if not isinstance(text, str) or any("\ud800" <= character <= "\udfff" for character in text):
-        return False
-    return bool(text.strip()) and len(text.splitlines()) == 1
+    return "" if is_line(entry["reason"]) else "reason must be one line of text"
 
 
 def _cause(f: Finding) -> str:

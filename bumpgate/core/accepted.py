@@ -17,6 +17,7 @@ from typing import Any
 from bumpgate.core import lanes
 from bumpgate.core.baseline import Baseline, BaselineError, Failed, judge, violation
 from bumpgate.core.rows import ROW_ID, Judgement, Row, Value, Verdict, is_finite, is_number, one_line
+from bumpgate.core.text import is_line
 from bumpgate.core.toml import tomllib
 
 FILE = "accepted.toml"
@@ -195,7 +196,7 @@ def _fault(raw: Any, known: Sequence[str]) -> str | None:
     if not isinstance(raw["row"], str) or not ROW_ID.fullmatch(raw["row"]):
         return f"row must read suite/case/metric, got {raw['row']!r}"
     for name in ("owner", "reason"):
-        if not isinstance(raw[name], str) or not raw[name].strip() or len(raw[name].splitlines()) > 1:
+        if not is_line(raw[name]):
             return f"{name} must be one line of text"
     for name in ("since", "expires"):
         if type(raw[name]) is not date:  # a datetime is a date as well

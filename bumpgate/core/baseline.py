@@ -147,9 +147,9 @@ def comparable(made_with: Mapping[str, Any], provenance: Mapping[str, Any]) -> s
     """
     for key in HOST:
         ours, theirs = provenance.get(key), made_with.get(key)
-        if ours != theirs and None not in (ours, theirs):
+        if str(ours) != str(theirs) and None not in (ours, theirs):  # a record has the cores as a number
             return (
-                f"timed rows are not comparable: baseline made with {key} {theirs!r}, this run has {ours!r}"
+                f"timed rows are not comparable: baseline made with {key} '{theirs}', this run has '{ours}'"
             )
     return None
 

@@ -51,7 +51,7 @@ class Finding:
     decision: the gate's decision from this cause alone; ADOPT if it does not block (WIN, FASTER, FIXED).
     label: the row verdict or the outcome ("CHANGED", "SLOWER"). metric, head: the signature; no metric if rows
     could not be measured, since the reason alone is then the cause. good, bad: what each side showed, line by line.
-    repro: one command. tests: node ids that failed without a red row.
+    repro: one command. tests: node ids that failed, and not for their red rows alone.
     """
 
     decision: Decision

@@ -5,7 +5,6 @@ Reports are mostly read after failures, so a side without a record is shown as f
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import SCHEMA, BumpgateError, Record, is_number, one_line, read_record
+from bumpgate.core.text import loads
 
 
 class GateFileError(BumpgateError):
@@ -79,7 +79,7 @@ class GateFile:
 def read(path: Path) -> Record | GateFile:
     """Read a record or a gate, whichever the file holds. Raises GateFileError or RecordError (one line) if neither."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise GateFileError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:

@@ -7,8 +7,9 @@ Standard library only: read by the controller and, in every lane run, by the pyt
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -96,6 +97,15 @@ def choose(lanes: Mapping[str, Lane], name: str) -> Lane:
     if name in lanes:
         return lanes[name]
     raise LaneError(f"unknown lane {name!r}; lanes: {', '.join(lanes) or 'none'}; {how_to_declare(name)}")
+
+
+def unused_margins(lane: Lane, rows: Collection[str]) -> list[str]:
+    """Return one line per pattern of the lane's margins that matches none of the rows of a whole run."""
+    return [
+        f"no row of this run or of the baseline matches {pattern!r} of lanes.{lane.name}.margins: correct it"
+        for pattern, _ in lane.margins
+        if not any(fnmatchcase(row, pattern) for row in rows)
+    ]
 
 
 def is_foreign(root: Path) -> bool:

@@ -21,6 +21,7 @@ from bumpgate.core import code
 from bumpgate.core.errors import BumpgateError as BumpgateError
 from bumpgate.core.errors import one_line as one_line
 from bumpgate.core.problems import Problem
+from bumpgate.core.text import loads
 
 SCHEMA = 1
 # Of record.json. Schema 1, in which a problem was a line of text, can still be read.
@@ -230,7 +231,7 @@ class Record:
     """Result of one run: provenance, one judgement per row, and problems that belong to no row.
 
     complete: every selected test ran to its end.
-    problems: each red: a failed test that holds no red row, a skip under --gate.
+    problems: each red: a failed test whose red rows do not show why, a skip under --gate.
     """
 
     provenance: Mapping[str, Any]
@@ -276,7 +277,7 @@ def read_record(path: Path) -> Record:
     remake = "write it again with: pytest -m LANE"
     try:
         content = path.read_bytes()
-        raw = json.loads(lzma.decompress(content) if content.startswith(XZ) else content)
+        raw = loads(lzma.decompress(content) if content.startswith(XZ) else content)
         if not isinstance(raw, dict) or raw.get("schema") not in (1, RECORD_SCHEMA):
             raise RecordError(f"{path.name}: not a record of schema {RECORD_SCHEMA}; {remake}")
         judgements = tuple(Judgement.from_json(j) for j in raw["rows"])

@@ -380,12 +380,14 @@ def _show(gate: GateFile, out: Path, again: bool) -> None:
     lines = [f"moved: {line}" for line in cut(gate.moved)]
     lines += [note] if (note := other_variant(gate)) else []
     lines += [f"acceptance: {line}" for line in gate.accepted]
+    adopted = gate.good.record.provenance if gate.good.record else {}
+    lines += [f"margin: {line}" for line in adopted.get("margins", ())]
     parts = [f"{gate.decision.name}: {gate.bad.name} against {gate.good.name}, lane {gate.lane}"]
     parts += [
         f"{len(gate.findings)} finding{'s' * (len(gate.findings) != 1)}",
         f"{gate.wall_seconds / 60:.1f} min",
     ]
-    part = part_of_lane(gate.good.record.provenance.get("part") if gate.good.record else None)
+    part = part_of_lane(adopted.get("part"))
     parts += [part] if part else []
     parts += [f"an earlier verdict, started {gate.started}; nothing was measured now"] if again else []
     for line in [*lines, "; ".join([*parts, str(out / result.NAME)])]:

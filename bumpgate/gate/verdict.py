@@ -189,7 +189,7 @@ def _environment(lane: str, side: Side, is_good: bool) -> list[Finding]:
 
 
 def _problems(lane: str, good: Record, bad: Record) -> list[Finding]:
-    """Compare failed tests without a red row, skips, and files that could not be collected.
+    """Compare failed tests whose rows do not show why, skips, and files that could not be collected.
 
     Only their subjects are compared: the messages of one failure may hold different times and addresses in each run.
     """

@@ -22,6 +22,7 @@ from bumpgate.core.extra import need
 from bumpgate.core.findings import Decision, DriftReading
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import BumpgateError, Judgement, Record, Value, is_finite, one_line
+from bumpgate.core.text import loads
 from bumpgate.history import memory, schema
 from bumpgate.history.memory import FindingError, Known
 from bumpgate.history.schema import PREFIX, TEXTS, VERSION
@@ -239,12 +240,16 @@ class Archive:
 
     @contextmanager
     def _in_one_line(self) -> Iterator[None]:
-        """Convert SQLAlchemy's exceptions to ArchiveError."""
+        """Convert SQLAlchemy's exceptions, and a driver's for an option that is not UTF-8, to ArchiveError."""
         try:
             yield
         except self.sql.exc.SQLAlchemyError as error:
             why = one_line(getattr(error, "orig", None) or error)
             raise ArchiveError(f"{self.name}: {why}; name another one with --store") from None
+        except UnicodeEncodeError as error:
+            raise ArchiveError(
+                f"{error.object!r} is not UTF-8, so no history has it: correct the option"
+            ) from None
 
     @property
     def _is_file(self) -> bool:
@@ -337,7 +342,7 @@ def _ratio(gate: int, row: str, found: GateFile) -> dict[str, Any]:
 
 
 def _point(found: Any) -> Point:
-    raw = json.loads(found.value)
+    raw = loads(found.value)
     value = float(raw["float"]) if isinstance(raw, dict) else raw
     return Point(
         found.started,

@@ -21,6 +21,7 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from bumpgate.core.findings import NO_REGRESSION, Decision, Finding, TimedOutcome
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import BumpgateError, Verdict
+from bumpgate.core.text import loads
 from bumpgate.env.freeze import changes
 
 NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?(?!\w)")
@@ -144,7 +145,7 @@ def read(
     of_gate: dict[int, dict[str, Any]] = {}
     chosen = query.with_only_columns(gates.c.id).order_by(None)
     for number, key, detail in connection.execute(sql.select(sightings).where(sightings.c.gate.in_(chosen))):
-        of_gate.setdefault(number, {})[key] = json.loads(detail)
+        of_gate.setdefault(number, {})[key] = loads(detail)
     texts = {row.key: dict(row._mapping) for row in connection.execute(sql.select(found))}
     known: dict[str, Known] = {}
     for gate in connection.execute(query).all():
@@ -173,7 +174,7 @@ def _see(one: Known, gate: Any, detail: Mapping[str, Any]) -> None:
     one.rows, one.good, one.bad = rows, tuple(detail["good"]), tuple(detail["bad"])
     for name in ("head", "repro", "decision", "module"):
         setattr(one, name, detail[name])
-    one.moved = tuple(json.loads(gate.moved or "[]"))
+    one.moved = tuple(loads(gate.moved or "[]"))
 
 
 def _measured(sql: Any, tables: Mapping[str, Any], connection: Any, gate: Any, one: Known) -> bool:

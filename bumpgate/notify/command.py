@@ -5,7 +5,6 @@ The state of a channel is stored when it has confirmed a message, so a failed me
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import typer
 from filelock import FileLock
 
 from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.core.text import loads
 from bumpgate.history.archive import Archive, default_store
 from bumpgate.notify import channels
 from bumpgate.notify.channels import Channel, GitHubIssues, Hook, Posted, Slack
@@ -104,7 +104,7 @@ def _prepare(archive: Archive, lane: str, bisect: Path | None, keep: bool = True
 
 def _bisect(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = loads(path.read_text(encoding="utf-8"))
         answer(raw)
         answered(raw, ())
     except OSError as error:

@@ -22,7 +22,7 @@ from typing import Any
 
 from bumpgate.core.lanes import Lane
 from bumpgate.run.binding import measured_tree
-from bumpgate.run.host import cores, cpu_model, read_or_empty
+from bumpgate.run.host import cpu_model, host_cores, read_or_empty
 
 TRITON_NAMES = ("triton", "pytorch-triton", "pytorch-triton-xpu", "pytorch-triton-rocm")
 
@@ -37,7 +37,7 @@ def collect(lane: Lane, device: str, root: Path, record: Path, *, full_run: bool
         "device": device,
         "driver": driver(),
         "cpu": cpu_model(),
-        "cores": cores(),
+        "cores": host_cores(),
         "host": platform.node(),
         "platform": platform.platform(),
         "python": platform.python_version(),

@@ -10,21 +10,23 @@ import pytest
 
 from bumpgate.core import outcomes
 from bumpgate.core.rows import one_line
-from bumpgate.plugin.rows import EXCUSED_PROPERTY, INFRA_PROPERTY, NOT_RUN_PROPERTY
+from bumpgate.plugin.rows import EXCUSED_PROPERTY, INFRA_PROPERTY, NOT_RUN_PROPERTY, RED_PROPERTY
 
 
 @dataclass
 class Reports:
     """Outcomes by node id. failed, skipped, infra: the reason; uncollected: of a file; not_run: lines `row: reason`.
 
-    finished: through all phases, and called: through the test itself, which --setup-only leaves out. excused: its rows
-    may be NOT RUN under --gate. subtests: outcome and reason of those that were skipped or xfailed; the test goes on.
+    broken: like failed, without those that failed for their red rows alone. finished: through all phases, and called:
+    through the test itself, which --setup-only leaves out. excused: its rows may be NOT RUN under --gate. subtests:
+    outcome and reason of those that were skipped or xfailed; the test goes on.
     """
 
     root: Path
     finished: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
     failed: dict[str, str] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     not_run: dict[str, list[str]] = field(default_factory=dict)
     excused: set[str] = field(default_factory=set)
@@ -44,6 +46,11 @@ class Reports:
         """Return `row: reason` of each row that this device or environment need not report."""
         return sorted(line for lines in self.not_run.values() for line in lines)
 
+    @property
+    def not_run_rows(self) -> set[str]:
+        """Return the ids of these rows."""
+        return {line.partition(": ")[0] for line in self.not_run_lines}
+
     def take_collection(self, report: pytest.CollectReport) -> None:
         """Take the report of a file."""
         if report.failed:
@@ -53,7 +60,7 @@ class Reports:
 
     def take(self, report: pytest.TestReport) -> None:
         """Take the report of one phase of a test."""
-        test = report.nodeid
+        test, for_rows = report.nodeid, False
         for name, value in report.user_properties:
             if name == INFRA_PROPERTY:
                 self.infra[test] = str(value)
@@ -61,11 +68,16 @@ class Reports:
                 self.not_run[test] = json.loads(str(value))
             elif name == EXCUSED_PROPERTY:
                 self.excused.add(test)
+            elif name == RED_PROPERTY:
+                for_rows |= value == report.when
         expected_failure = hasattr(report, "wasxfail")
         if report.when == "call":
             self.called.add(test)
         if report.failed:
-            self.failed.setdefault(test, last_line(report) + _place(report, self.root))
+            why = last_line(report) + _place(report, self.root)
+            self.failed.setdefault(test, why)
+            if not for_rows:
+                self.broken.setdefault(test, why)
         elif report.skipped and hasattr(report, "context"):
             outcome = outcomes.XFAILED if expected_failure else outcomes.SKIPPED
             self.subtests.setdefault(test, []).append((outcome, last_line(report)))

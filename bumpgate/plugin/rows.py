@@ -23,13 +23,16 @@ from bumpgate.core import accepted, rules
 from bumpgate.core.baseline import Baseline, judge, load, other_host
 from bumpgate.core.lanes import how_to_declare
 from bumpgate.core.rows import Judgement, Row, RowError, Value, one_line
+from bumpgate.core.text import encodable
 from bumpgate.plugin import lane_of, lanes_of
 from bumpgate.plugin.provenance import versions
-from bumpgate.run.host import cores, cpu_model
+from bumpgate.run.host import cpu_model, host_cores
 
 # Names of the properties that carry rows and machine faults on a test report.
 ROW_PROPERTY = "bumpgate_row"
 INFRA_PROPERTY = "bumpgate_infra"
+# The phase of a test that failed for its red rows alone.
+RED_PROPERTY = "bumpgate_red"
 NOT_RUN_PROPERTY = "bumpgate_not_run"
 # Rows that the gate does not require: they cannot be measured in this environment.
 EXCUSED_PROPERTY = "bumpgate_not_run_excused"
@@ -79,6 +82,7 @@ class RowRecorder:
         self._acceptances = acceptances
         self._reported = reported
         self._unreported: list[Judgement] = []
+        self.failure: BaseException | None = None
 
     def __call__(
         self,
@@ -116,17 +120,17 @@ class RowRecorder:
         derived = expected is not None or at_most is not None or at_least is not None
         row = Row(
             id=id,
-            value=value,
+            value=_encodable(value),
             unit=unit,
             witness=witness,
             rule=rule or self._no_rule(),
-            expected=expected,
+            expected=_encodable(expected),
             at_most=at_most,
             at_least=at_least,
             better=better or ("derived" if derived else "exact"),
             tolerance=tolerance,
             interval=interval,
-            evidence=tuple(str(e) for e in evidence),
+            evidence=tuple(encodable(str(e)) for e in evidence),
             instruments=tuple(dict.fromkeys((*instruments, *self._item.stash.get(INSTRUMENTS, ())))),
             test=self._item.nodeid,
             per_build=per_build,
@@ -139,7 +143,8 @@ class RowRecorder:
             raise RowError(f"row {id!r}: already reported by {self._reported[id]}")
         self._reported[id] = self._item.nodeid
         judgement = judge(row, self._baseline, failed_instruments=_unproved(row), build=versions())
-        judgement = other_host(judgement, self._baseline.made_with, {"cpu": cpu_model(), "cores": cores()})
+        host = {"cpu": cpu_model(), "cores": host_cores()}
+        judgement = other_host(judgement, self._baseline.made_with, host)
         judgement = accepted.apply(judgement, self._baseline, self._acceptances, accepted.today())
         self._item.user_properties.append((ROW_PROPERTY, json.dumps(judgement.to_json())))
         self._unreported.append(judgement)
@@ -207,7 +212,13 @@ class RowRecorder:
         red = [j for j in self._unreported if j.red]
         self._unreported.clear()
         if red:
-            pytest.fail("\n".join(_explain(j) for j in red), pytrace=False)
+            self.failure = pytest.fail.Exception("\n".join(_explain(j) for j in red), pytrace=False)
+            raise self.failure
+
+
+def _encodable(value: Value) -> Value:
+    """Return a value as a record has it when it is read, so that it equals the reviewed one."""
+    return encodable(value) if isinstance(value, str) else value
 
 
 def _unproved(row: Row) -> dict[str, str]:
@@ -291,8 +302,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Mark the report of a test that a machine fault stopped, so that its rows are INFRA and not MISSING."""
+    """Mark the report of a test that failed for its red rows alone, or that a machine fault stopped.
+
+    The rows of the latter are INFRA and not MISSING.
+    """
     error = call.excinfo.value if call.excinfo else None
+    recorder = item.stash.get(RECORDER, None)
+    if error and recorder and error is recorder.failure:
+        item.user_properties.append((RED_PROPERTY, call.when))
     machine = isinstance(error, (InfraError, MemoryError))
     if machine or (isinstance(error, OSError) and error.errno in MACHINE_FAULTS):
         item.user_properties.append((INFRA_PROPERTY, one_line(f"{type(error).__name__}: {error}")))

@@ -17,6 +17,7 @@ import pytest
 
 from bumpgate.core import accepted, outcomes
 from bumpgate.core.baseline import Baseline, Reviewed, accept, comparable, in_tier, investigate
+from bumpgate.core.lanes import unused_margins
 from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import Judgement, Record, Row, Verdict, write_record
 from bumpgate.core.rules import sentences
@@ -125,6 +126,8 @@ class LaneSession:
         provenance |= {"paths": list(paths)} if paths else {}
         notes = self._acceptances(judgements, complete)
         provenance |= {"acceptances": notes} if notes else {}
+        margins = self._unused_margins(judgements, complete)
+        provenance |= {"margins": margins} if margins else {}
         not_run = self.reports.not_run_lines
         provenance |= {"not_run": not_run} if not_run else {}
         texts, used = sentences(self.config.rootpath), {j.row.rule for j in judgements}
@@ -145,7 +148,8 @@ class LaneSession:
         width = shutil.get_terminal_size().columns if reporter and reporter.hasmarkup else None
         verbose = bool(reporter) and self.config.option.verbose > 0
         table = verdict_table(record, where, verbose=verbose, terminal=width)
-        self.closing = "".join(f"acceptance: {note}\n" for note in notes) + table
+        lines = [*(f"acceptance: {note}\n" for note in notes), *(f"margin: {line}\n" for line in margins)]
+        self.closing = "".join(lines) + table
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.ensure_newline()
@@ -157,6 +161,13 @@ class LaneSession:
         whole = self.full and complete
         return accepted.states(judgements, self.baseline, acceptances, accepted.today(), whole=whole)
 
+    def _unused_margins(self, judgements: list[Judgement], complete: bool) -> list[str]:
+        """Return one line per margin of the lane that matches no row, paired ones without a review included."""
+        if not (self.full and complete) or self.reports.infra:
+            return []
+        rows = {j.row.id for j in judgements} | self.baseline.rows.keys() | self.reports.not_run_rows
+        return unused_margins(lanes_of(self.config)[self.baseline.lane], rows)
+
     def _missing(self, complete: bool) -> list[Judgement]:
         """Return reviewed rows that this run should have reported: of its tests, or on a full run of all but the tiers.
 
@@ -165,7 +176,7 @@ class LaneSession:
         if not self.selection.collected:
             return []
         rows = self.baseline.rows.items()
-        not_run = {line.partition(": ")[0] for line in self.reports.not_run_lines}
+        not_run = self.reports.not_run_rows
         silent = {id: r for id, r in rows if id not in self.judgements and id not in not_run}
         return [
             self._explain_missing(id, r, complete)
@@ -285,14 +296,15 @@ class LaneSession:
         )
 
     def _problems(self, judgements: list[Judgement], complete: bool, part: str) -> list[Problem]:
-        """Return the problems that no red row shows."""
+        """Return the problems that no red row shows. A measured row shows no failure but that of its value."""
         red = {j.row.test for j in judgements if j.red}
+        silent = {j.row.test for j in judgements if j.red and j.row.unmeasured}
         found = [
             Problem(test, ProblemKind.INFRA, self.reports.infra[test])
             if test in self.reports.infra
             else Problem(test, ProblemKind.FAILED, f"{why}{self._rules(test)}")
-            for test, why in self.reports.failed.items()
-            if test not in red
+            for test, why in (self.reports.failed | self.reports.broken).items()
+            if test not in (silent if test in self.reports.broken else red)
         ]
         found += [
             Problem(path, ProblemKind.UNCOLLECTED, f"could not be collected: {why}")

@@ -7,7 +7,6 @@ out. Everything is drawn when it is written, so the pages need no network and li
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ import typer
 
 from bumpgate.core.accepted import today
 from bumpgate.core.rows import BumpgateError, Value, is_finite, write_atomic
+from bumpgate.core.text import loads
 from bumpgate.history.archive import Archive, default_store
 from bumpgate.report.history import changes, same
 from bumpgate.report.page import show
@@ -148,7 +148,7 @@ def _value(number: float | None, text: str) -> Value:
     """Return a stored value. number: None if it is not a finite number. text: JSON."""
     if number is not None:
         return int(text) if text.lstrip("-").isdigit() else number
-    raw = json.loads(text)
+    raw = loads(text)
     return float(raw["float"]) if isinstance(raw, dict) else raw
 
 

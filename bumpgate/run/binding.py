@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bumpgate.core.errors import BumpgateError
+from bumpgate.core.text import encodable
 from bumpgate.run.home import home
 
 OWN = "of this tree"  # the version of a bumpgate that runs from the work tree itself
@@ -59,12 +61,23 @@ class Binding:
             out.append(f"bumpgate {self.bumpgate} -> {now.bumpgate}")
         if self.commit != now.commit:
             out.append(f"commit {self.commit[:12] or 'none'} -> {now.commit[:12] or 'none'}")
-        paths = sorted({*self.files, *now.files})
-        changed = [path for path in paths if self.files.get(path) != now.files.get(path)]
+        # The names in a gate.json that was read are encodable.
+        before, after = (
+            {encodable(path): x for path, x in files.items()} for files in (self.files, now.files)
+        )
+        changed = [path for path in sorted({*before, *after}) if before.get(path) != after.get(path)]
         if changed:
             more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
             out.append(f"tree: {', '.join(changed[:SHOWN])}{more}")
         return out
+
+    def sources(self) -> Binding:
+        """Return what a lane run executes and reads, for any commit: no baselines, documents and CI files."""
+        files = self.files.items()
+        kept = {
+            path: digest for path, digest in files if not path.startswith(UNMEASURED) and path[-3:] != ".md"
+        }
+        return Binding("", "", kept)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -75,19 +88,22 @@ class Binding:
         }
 
     @classmethod
+    def of_gate(cls, path: Path, raw: Any) -> Binding:
+        """Return the binding that a gate.json states. Raises BumpgateError (one line) if it has none."""
+        try:
+            return cls.from_json(raw)
+        except (KeyError, TypeError, AttributeError):
+            raise BumpgateError(f"{path} does not record its work tree: gate again") from None
+
+    @classmethod
     def from_json(cls, raw: Any) -> Binding:
         """Create a binding from to_json's output. Raises KeyError, TypeError or AttributeError on anything else."""
         return cls(raw["bumpgate"], raw["commit"], dict(raw["files"].items()))
 
 
 def measured_tree(root: Path, record: Path) -> str:
-    """Return a digest of what a lane run executes and reads, for any commit: all but baselines, documents, CI files.
-
-    record: where the run writes its rows; left out.
-    """
-    files = bind(root, record).files.items()
-    kept = {path: digest for path, digest in files if not path.startswith(UNMEASURED) and path[-3:] != ".md"}
-    return Binding("", "", kept).tree
+    """Return a digest of the present sources. record: where the run writes its rows; left out."""
+    return bind(root, record).sources().tree
 
 
 def bind(root: Path, *outputs: Path) -> Binding:

@@ -38,9 +38,20 @@ def cpu_model() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
-def cores() -> int | None:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def cores(process: int = 0) -> int | None:
+    """Return the number of cores that a process may use, by default this one."""
+    return len(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def host_cores() -> int | None:
+    """Return the number of cores of this host's class: those of the bumpgate that started this run on a share of them.
+
+    Without one, those that this process may use.
+    """
+    try:
+        return cores(int(os.environ.get(PARENT, "0")))
+    except (OSError, ValueError, OverflowError):  # that process has ended
+        return cores()
 
 
 def available_gib(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> float:

@@ -16,6 +16,7 @@ from bumpgate.core.baseline import Baseline, Reviewed, judge, save
 from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.rows import Record, write_record
 from bumpgate.gate.verdict import Side
+from bumpgate.run.binding import bind, measured_tree
 from tests.support.reports import HERE, paired, row, write_gate
 from tests.support.tree import declare_lanes
 
@@ -53,7 +54,8 @@ def run(
         for n, v in measured.items()
     ]
     found.append(judge(row("a/e/n", 17, expected=13, better="derived"), reviewed, failed_instruments={}))
-    write_record(tmp_path / "record.json", HERE, found)
+    here = HERE | {"tree": measured_tree(tmp_path, tmp_path / "record.json")}
+    write_record(tmp_path / "record.json", here, found)
     return call
 
 
@@ -96,6 +98,7 @@ def test_accept_takes_candidate_values_and_ratios_of_a_gate(
     timed = {SECONDS: paired(TimedOutcome.SLOWER, 1.061), "t/b/s": paired(TimedOutcome.SAME, 1.0)}
     timed["t/c/s"], timed["t/d/s"] = timed["t/b/s"], timed[SECONDS]
     path, _ = write_gate(folder, *sides, timed)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"binding": bind(tmp_path, folder).to_json()}))
     day = str(accepted.today())
     drifts = {row: {"since": day, "called": day, "ratio": 1.08} for row in ("t/c/s", "t/d/s")}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"creeps": drifts}))
@@ -108,6 +111,31 @@ def test_accept_takes_candidate_values_and_ratios_of_a_gate(
     assert {a.row: a.ratio for a in others} == {SECONDS: 1.061, "t/c/s": 1.08, "t/d/s": 1.08}
     code, _, err = run("t/b/s", *WHO, *SOON, *where)
     assert (code, err) == (1, "refused: t/b/s: the paired sessions read SAME: nothing to accept\n")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "notes.txt").write_text("a document is not measured")
+    assert run("a/b/n", *WHO, *SOON, *where)[0] == 0
+    (tmp_path / "helper.py").write_text("X = 1\n")
+    code, _, err = run("a/b/n", *WHO, *SOON, *where)
+    assert (code, err) == (
+        1,
+        f"refused: {path} was measured from other sources (tree: helper.py) than these: gate again, or take it as it"
+        " is with --other-tree\n",
+    )
+    assert run("a/b/n", *WHO, *SOON, *where, "--other-tree")[0] == 0
+
+
+def test_accept_refuses_a_record_of_other_sources(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "helper.py").write_text("X = 1\n")
+    code, _, err = run("a/b/n", *WHO, *SOON)
+    assert (code, err) == (
+        1,
+        f"refused: the record was measured from other sources (commit {'f' * 12}) than these: run pytest -m cpu again,"
+        " or take it as it is with --other-tree\n",
+    )
+    assert not Path("baselines/accepted.toml").exists()
+    assert run("a/b/n", *WHO, *SOON, "--other-tree")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -128,7 +156,11 @@ def test_accept_takes_candidate_values_and_ratios_of_a_gate(
         (("a/b/n", *WHO, "--expires", "soon"), 4, "--expires 'soon': not a day"),
         (("a/b/n", *WHO, "--expires", "2020-01-01"), 4, "from today on, and at most 366 days away"),
         (("a/b/n", *WHO, "--expires", "2999-01-01"), 4, "from today on, and at most 366 days away"),
-        (("a/b/n", "--lane", "cpu", "--owner", "ada", *SOON), 4, "--reason must be one line of text"),
+        (
+            ("a/b/n", "--lane", "cpu", "--owner", "ada", *SOON),
+            4,
+            "--reason must be one line of text in UTF-8, got ''",
+        ),
         (("a/b/n", *WHO[:2], *WHO[4:], *SOON), 4, "--owner must be one line of text"),
         (("a/b/n", *WHO, *SOON, "--record", "none.json"), 4, "none.json: cannot be read"),
     ],

@@ -12,11 +12,11 @@ from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.rebaseline import plan
-from bumpgate.run.host import cpu_model
+from bumpgate.run.host import cores, cpu_model
 from suites.support.planted import planted
 from tests.support.project import Project
 
-HOST = {"lane": "cpu", "device": "cpu", "cpu": "EPYC", "cores": 16}
+HOST = {"lane": "cpu", "device": "cpu", "cpu": "EPYC", "cores": 16}  # as in a record
 TIMED = {"better": "lower", "tolerance": 0.1, "interval": (2.0, 2.0), "work": "pattern AEME, batch 2"}
 
 
@@ -27,7 +27,7 @@ def test_comparable_reports_differing_host_class() -> None:
         line = comparable(HOST, HOST | {key: "other"})
         assert (
             line
-            == f"timed rows are not comparable: baseline made with {key} {HOST[key]!r}, this run has 'other'"
+            == f"timed rows are not comparable: baseline made with {key} '{HOST[key]}', this run has 'other'"
         )
 
 
@@ -86,6 +86,19 @@ def test_work_is_kept_in_record_and_baseline_file(tmp_path: Path) -> None:
     kept = Baseline("cpu", {}, {"a/b/c": Reviewed(1.0, "s", "lower", work="pattern AEME")})
     save(tmp_path / "cpu.json", kept)
     assert load(tmp_path / "cpu.json", "cpu") == kept
+
+
+def test_rebaseline_keeps_number_of_cores(tmp_path: Path) -> None:
+    """As text, like the other facts in the file. A run of this number of cores remains comparable."""
+    made = Row("a/b/c", 2.0, "s", 1, "C37", better="lower", interval=(2.0, 2.0), tolerance=0.1)
+    record = Record(HOST | {"full_run": True}, (Judgement(made, Verdict.MISSING, ""),))
+    save(tmp_path / "cpu.json", plan(record, Baseline("cpu"))[0])
+    made_with = load(tmp_path / "cpu.json", "cpu").made_with
+    assert made_with["cores"] == "16"
+    assert comparable(made_with, HOST) is None
+    line = "timed rows are not comparable: baseline made with cores '16', this run has '2'"
+    assert comparable(made_with, HOST | {"cores": 2}) == line
+    assert comparable({"cpu": "EPYC"}, HOST | {"cores": 2}) is None, "a baseline without this fact"
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -152,26 +165,28 @@ def test_time(lane, row):
 @pytest.mark.parametrize(
     ("made_on", "work", "code", "label", "reason"),
     [
-        ("here", "batch 4", 1, "REGRESSION", "reviewed 1.0, limit 1.1"),
-        ("EPYC 9999", "batch 4", 0, "INCONCLUSIVE (not judged)", "baseline made with cpu 'EPYC 9999'"),
-        ("here", "batch 2", 1, "CHANGED", "work was 'batch 2' when reviewed, is 'batch 4'"),
+        ({}, "batch 4", 1, "REGRESSION", "reviewed 1.0, limit 1.1"),
+        ({"cores": None}, "batch 4", 1, "REGRESSION", "reviewed 1.0, limit 1.1"),
+        ({"cpu": "EPYC 9"}, "batch 4", 0, "INCONCLUSIVE (not judged)", "baseline made with cpu 'EPYC 9'"),
+        ({"cores": "4096"}, "batch 4", 0, "INCONCLUSIVE (not judged)", "baseline made with cores '4096'"),
+        ({}, "batch 2", 1, "CHANGED", "work was 'batch 2' when reviewed, is 'batch 4'"),
     ],
-    ids=["same", "other host", "other work"],
+    ids=["same", "unknown cores", "other processor", "other cores", "other work"],
 )
 def test_lane_run_does_not_judge_incomparable_times(
-    project: Project, made_on: str, work: str, code: int, label: str, reason: str
+    project: Project, made_on: dict[str, str | None], work: str, code: int, label: str, reason: str
 ) -> None:
     """A lane run and, if it is of another host, a rebaseline of only that row."""
     project.tests(TIMED_TEST)
     test = "suites/compile/test_a.py::test_time[cpu]"
     kept = Reviewed(1.0, "s", "lower", 0.1, test=test, work=work)
-    made_with = {"torch": "9.9.0", "triton": None, "cpu": cpu_model() if made_on == "here" else made_on}
+    made_with = {"torch": "9.9.0", "triton": None, "cpu": cpu_model(), "cores": str(cores())} | made_on
     rows = {"compile/time/graph_breaks": kept}
     save(project.root / "baselines/cpu.json", Baseline("cpu", made_with, rows))
     done = project.pytest("-m", "cpu", "-n", "0")
     assert (done.code, project.verdicts()) == (code, {"time": label}), done.out
     assert reason in project.reason("time")
-    if made_on != "here":
+    if code == 0:
         assert reason in done.out
         again = project.bumpgate("rebaseline", "--lane", "cpu", "--only", "compile/time/graph_breaks")
         assert again.code == 1

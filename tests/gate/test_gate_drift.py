@@ -62,7 +62,8 @@ def test_drift_from_history_holds_until_accepted(
     monkeypatch.chdir(machine.root)
     monkeypatch.setattr(accept, "today", lambda: TODAY)
     last = str(TODAY + timedelta(days=9))
-    accept.command(row, "cpu", owner="ann", reason="known", expires=last, record=out / result.NAME)
+    who = {"owner": "ann", "reason": "known", "expires": last}
+    accept.command(row, "cpu", **who, record=out / result.NAME, other_tree=True)
     accepted = machine.gate(out.with_name("accepted"))
     assert (accepted.decision, len(accepted.accepted)) == (Decision.ADOPT, 1)
 

@@ -1,14 +1,15 @@
-"""The note of a gate whose sides run different variants of torch."""
+"""Notes below the findings of a gate: different variants of torch, and what its lane runs noted."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from bumpgate.core import gate_file
 from bumpgate.gate import result
-from bumpgate.gate.command import other_variant
+from bumpgate.gate.command import _show, other_variant
 from tests.support.gating import Machine
 
 
@@ -34,3 +35,17 @@ def test_different_variants_of_torch_are_noted(
     if noted:
         assert note.startswith(f"note: {good} and {bad} are different variants: ")
         assert note.endswith('--index URL, --candidate "torch==X+cpu"')
+
+
+def test_margin_that_matches_no_row_is_shown_by_the_gate(
+    machine: Machine, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.gate(out)
+    path = out / "good.json"
+    raw = json.loads(path.read_text())
+    raw["provenance"]["margins"] = ["no row of this run matches 'a/*'"]
+    path.write_text(json.dumps(raw))
+    found = gate_file.read(out / result.NAME)
+    assert isinstance(found, gate_file.GateFile)
+    _show(found, out, again=False)
+    assert "margin: no row of this run matches 'a/*'\n" in capsys.readouterr().out

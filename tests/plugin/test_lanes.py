@@ -202,3 +202,38 @@ def test_runs_that_fill_caches_share_a_gpu(project: Project, untimed: bool) -> N
     ]
     printed = [process.communicate(timeout=100)[0] for process in running]
     assert all("1 passed" in text for text in printed), printed
+
+
+MARGINS = """
+[tool.bumpgate.lanes.cpu.margins]
+"compile/good/*" = 0.2
+"compile/new/*" = 0.2
+"compile/absent/*" = 0.2
+"compile/typo/*" = 0.2
+"""
+NEW_AND_ABSENT = """
+@lanes("cpu")
+def test_new(lane, row):
+    row("compile/new/graph_breaks", 5, paired=True, **COUNT)
+
+@lanes("cpu")
+def test_absent(lane, row, record_property):
+    record_property("bumpgate_not_run", '["compile/absent/graph_breaks: no such device"]')
+    pytest.skip("not run")
+"""
+
+
+def test_margin_that_matches_no_row_is_noted(project: Project) -> None:
+    """Of a whole run, in which a row may be reviewed, paired or not run on this machine."""
+    project.tests(NEW_AND_ABSENT + GOOD)
+    project.baseline(good=counted("test_good"))
+    with (project.root / "pyproject.toml").open("a") as file:
+        file.write(MARGINS)
+    line = "margin: no row of this run or of the baseline matches 'compile/typo/*' of lanes.cpu.margins: correct it"
+    done = project.pytest("-m", "cpu", "-n", "0")
+    assert done.code == 0, done.out
+    assert [text for text in done.out.splitlines() if text.startswith("margin: ")] == [line]
+    assert project.record().provenance["margins"] == [line.removeprefix("margin: ")]
+    part = project.pytest("-m", "cpu", "-n", "0", "-k", "good")
+    assert part.code == 0, part.out
+    assert "margin: " not in part.out

@@ -256,7 +256,7 @@ def test_rebaseline_takes_new_build_but_not_new_machine(repository: Repository) 
     repository.measure(count("x", 1), cpu="Xeon", triton="3.8.0")
     assert repository.run(*ACCEPT)[0] == 0
     assert load(repository.path, "cpu").made_with == dict.fromkeys(
-        ("torch_git", "python", "wheel_set", "driver")
+        ("torch_git", "python", "wheel_set", "driver", "cores")
     ) | {"torch": "2.13.0", "triton": "3.8.0", "device": "cpu", "cpu": "Xeon"}
 
 
