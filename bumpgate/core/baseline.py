@@ -32,7 +32,8 @@ from bumpgate.core.rows import (
 
 # With another version of one of these, a per-build value (a hash of generated code) is expected to differ.
 BUILD = ("torch", "triton")
-# Two times are comparable if the class of the host and the work of their rows (Row.work) are equal.
+# Two times are comparable if the class of the host and the work of their rows (Row.work) are equal. The times of an
+# accelerator are also compared if the host has other cores: a virtual machine with two GPUs has twice those of one.
 HOST = ("lane", "device", "cpu", "cores")
 # Tiers of a lane that run in their own environments, separate from the lane's: tox envs interpret and codegen-*.
 TIERS = ("suites/kernels/interpret/", "suites/kernels/codegen/")
@@ -145,7 +146,7 @@ def comparable(made_with: Mapping[str, Any], provenance: Mapping[str, Any]) -> s
 
     The class of the host must be the same; facts that one side lacks are ignored.
     """
-    for key in HOST:
+    for key in HOST if made_with.get("device", "cpu") == "cpu" else HOST[:-1]:
         ours, theirs = provenance.get(key), made_with.get(key)
         if str(ours) != str(theirs) and None not in (ours, theirs):  # a record has the cores as a number
             return (

@@ -23,6 +23,7 @@ TIMED = {"better": "lower", "tolerance": 0.1, "interval": (2.0, 2.0), "work": "p
 def test_comparable_reports_differing_host_class() -> None:
     assert comparable(HOST, HOST | {"torch": "2.14"}) is None
     assert comparable({}, HOST) is None
+    assert comparable(HOST | {"device": "NVIDIA H200"}, {"cpu": "EPYC", "cores": 32}) is None
     for key in HOST:
         line = comparable(HOST, HOST | {key: "other"})
         assert (
