@@ -18,7 +18,6 @@ from launch.contract import PATH, ContractError, section
 from launch.environment import RETRY
 from launch.retry import REASON
 from launch.step import train_step
-from model import HybridConfig
 
 MEMORY = ("cuda_out_of_memory", "hbm_out_of_memory")
 
@@ -60,19 +59,6 @@ def device_batch(batch: int, given: Mapping[str, str] = os.environ, path: Path =
     return smaller
 
 
-def check_parts(config: HybridConfig, batch: int, rows: int) -> None:
-    """Raise ContractError, one line, if a model cannot take a batch of `batch` rows in parts of `rows`.
-
-    The gradient of the indexer's loss does not depend on the scale of the model's loss (model/dsa.py), so each part
-    would add the whole of it.
-    """
-    if rows < batch and "A:dsa" in config.kinds:
-        raise ContractError(
-            f"a batch of {batch} in parts of {rows} would count the loss of the sparse attention's indexer once for "
-            "each part: use a --batch that fits, or a model without sparse attention"
-        )
-
-
 def accumulated_step(
     loss_of: Callable[[Tensor], Tensor],
     optimizer: torch.optim.Optimizer,
@@ -80,13 +66,15 @@ def accumulated_step(
     rows: int,
     bos_id: int,
     share: Share = ALONE,
+    taking: Callable[[float], AbstractContextManager[None]] = lambda part: nullcontext(),
 ) -> Tensor:
     """train_step on ids (B,T) int64, `rows` of them at a time -> the loss before the update, () fp32, detached.
 
     The parts are weighted by their number of targets, so cross entropy and gradient equal those of the whole batch.
     The experts' auxiliary losses are means over a part: they balance the rows on the device at once.
 
-    share: of several ranks, each takes its rows of the batch, and all return the loss of the whole batch.
+    share: of several ranks, each takes its rows of the batch, and all return the loss of the whole batch. taking:
+    context of a forward and backward of this share of this process's rows (model.dsa.scaled_losses).
     """
     mine = share.of(ids)
     if share.count == 1 and rows >= ids.shape[0]:
@@ -96,7 +84,7 @@ def accumulated_step(
     losses = []
     parts, counts = mine.split(rows), share.of(targets).split(rows)
     for left, part, count in zip(reversed(range(len(parts))), parts, counts):
-        with share.held(left > 0):
+        with share.held(left > 0), taking(len(part) / len(mine)):
             loss = loss_of(part)
             # Times the number of ranks, since their gradients become means.
             loss = loss * (count.sum().to(loss.dtype) / targets.sum() * share.count)

@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -36,7 +37,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from launch.autofit import ALONE, Share, accumulated_step, check_parts, device_batch
+from launch.autofit import ALONE, Share, accumulated_step, device_batch
 from launch.contract import Contract, ContractError, apply_dynamo, load
 from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches, receipt
 from launch.dist import process_group
@@ -50,6 +51,7 @@ from launch.programs import ProgramBudgetError, Programs, load_spare, pattern_pr
 from launch.retry import load_retry, passed
 from launch.warmup import Start, load_warmup
 from model import Hybrid, HybridConfig, preset
+from model.dsa import scaled_losses
 from model.presets import NAMES, SIZES
 
 REFUSED, NOT_FINITE, DISK_FULL, OVER_BUDGET = environment.REFUSED, 4, environment.DISK_FULL, 6
@@ -161,21 +163,27 @@ class Trainer:
     def _warm_up_ahead(self) -> None:
         """Warm up on the next batch, without taking it, and wait for the ranks that compile longer."""
         position = self.source.state_dict()  # type: ignore[attr-defined]
-        self.warm_up(self._rows_of(next(self.source)))
+        self.warm_up(*self._rows_of(next(self.source)))
         self.source.load_state_dict(position)  # type: ignore[attr-defined]
         assert self.ranks is not None
         self.ranks.meet()
 
-    def _rows_of(self, ids: Tensor) -> Tensor:
-        """Return the rows of a batch with which this process begins."""
-        return self.share.of(ids.to(self.device))[: self.rows]
+    def _rows_of(self, ids: Tensor) -> tuple[Tensor, float]:
+        """Return the rows of a batch with which this process begins, and which part of its rows they are."""
+        mine = self.share.of(ids.to(self.device))
+        first = mine[: self.rows]
+        return first, len(first) / len(mine)
 
-    def warm_up(self, ids: Tensor) -> None:
-        """Compile on ids (B,T) without changing the model's state, so that a resumed run reproduces the original."""
+    def warm_up(self, ids: Tensor, part: float = 1.0) -> None:
+        """Compile on ids (B,T) without changing the model's state, so that a resumed run reproduces the original.
+
+        part: share of a step's rows that the ids are; a step takes as many at a time.
+        """
         began = time.perf_counter()
         before = {name: value.clone() for name, value in self.model.state_dict().items()}
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        self.compiled.warm_up(ids)
+        with scaled_losses(self.model, part):
+            self.compiled.warm_up(ids)
         self.model.load_state_dict(before)
         for buffer, value in buffers:  # the counts of dropped pairs are in no state dict
             buffer.copy_(value)
@@ -200,7 +208,7 @@ class Trainer:
         while self.step < until:
             ids = next(self.source).to(self.device)
             if not (self.warm or self.no_warm_up):
-                self.warm_up(self._rows_of(ids))
+                self.warm_up(*self._rows_of(ids))
             began = time.perf_counter()
             loss = self._one(ids)
             if self.step > first:  # the first step still compiles the optimizer and fills caches
@@ -215,9 +223,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"].fill_(self.plan.lr_at(self.step))
         rows = self.rows or len(ids)
-        loss = float(
-            accumulated_step(self._forward, self.optimizer, ids, rows, self.config.bos_id, self.share)
-        )
+        taking = partial(scaled_losses, self.model)
+        bos = self.config.bos_id
+        loss = float(accumulated_step(self._forward, self.optimizer, ids, rows, bos, self.share, taking))
         if self.ranks is not None and self.config.bias_rate:
             average_buffers(self.model)
         if not math.isfinite(loss):
@@ -402,7 +410,6 @@ def main(arguments: list[str] | None = None) -> int:
             ranks.agree(facts(o, receipt(source)))  # also waits for the seeded caches
             ranks.start()
         rows = device_batch(o.rows or o.batch)
-        check_parts(config, o.batch, rows)
         trainer = Trainer(
             config,
             plan,

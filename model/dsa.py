@@ -6,11 +6,13 @@ Source: DeepSeek-V3.2-Exp (2025).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.attention import attention_step
 from kernels.dsa_indexer import dsa_attention, dsa_distribution, dsa_indexer, dsa_indexer_loss
@@ -37,6 +39,22 @@ class WithLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None]:
         return dx, torch.full((), ctx.weight, dtype=ctx.like, device=dx.device), None
+
+
+@contextmanager
+def scaled_losses(model: nn.Module, factor: float) -> Iterator[None]:
+    """Scale the loss of each indexer of `model`: a forward of a part of a batch takes the part's share of it.
+
+    Its gradient does not follow the scale of the model's loss (WithLoss).
+    """
+    weights = {block: block.loss_weight for block in model.modules() if isinstance(block, DSABlock)}
+    for block, weight in weights.items():
+        block.loss_weight = weight * factor
+    try:
+        yield
+    finally:
+        for block, weight in weights.items():
+            block.loss_weight = weight
 
 
 class DSABlock(AttentionBlock):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,14 @@ import torch
 from torch import Tensor
 
 from launch import train
-from launch.autofit import MEMORY, accumulated_step, check_parts, device_batch
+from launch.autofit import MEMORY, accumulated_step, device_batch
 from launch.contract import ContractError
+from launch.data import SyntheticBatches
 from launch.environment import RETRY
 from launch.retry import REASON, load_retry, supervise
 from launch.step import train_step
-from model import Hybrid, preset
+from model import Hybrid, HybridConfig, preset
+from model.dsa import scaled_losses
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
@@ -108,17 +112,66 @@ def test_step_clears_its_gradients(lane: Lane, rows: int) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def sparse() -> Hybrid:
+    """Like dense(), with sparse attention, whose indexer has a loss of its own."""
+    torch.manual_seed(0)
+    return Hybrid(sparse_config()).double()
+
+
+def sparse_config() -> HybridConfig:
+    config = preset("nam56r", "narrow")
+    return config.with_(layer_pattern="AM", depth=2, dsa=replace(config.dsa, ranks=(1,)))
+
+
 @lanes("cpu")
-def test_sparse_attention_takes_a_batch_whole(lane: Lane, monkeypatch, capsys) -> None:
-    """Each part would add the whole gradient of the indexer's loss."""
-    sparse, dense = preset("nam56r", "narrow"), preset("nam52", "narrow")
-    check_parts(sparse, 8, 8)
-    check_parts(dense, 8, 4)
-    with pytest.raises(ContractError, match="a batch of 8 in parts of 4 would count the loss of the sparse"):
-        check_parts(sparse, 8, 4)
-    options = ["--smoke", "--policy", "eager", "--steps", "1", "--tokens", "16", "--preset", "nam56r"]
-    assert train.main([*options, "--batch", "4", "--rows", "2"]) == 3
-    assert capsys.readouterr().err.startswith("refused: a batch of 4 in parts of 2 would count")
+def test_split_step_takes_the_indexers_loss_once(lane: Lane) -> None:
+    """Each part adds the gradient of a mean over its own tokens, which does not follow the loss of the model."""
+
+    def gradients(scaled: bool, rows: int) -> dict[str, Tensor]:
+        model = sparse()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        taking = {"taking": partial(scaled_losses, model)} if scaled else {}
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        accumulated_step(model, optimizer, batch_of(model), rows, model.config.bos_id, **taking)
+        assert model.blocks[0].loss_weight == model.config.dsa.loss_weight
+        return {name: before[name] - p.detach() for name, p in model.named_parameters()}
+
+    whole = gradients(True, 8)
+    assert sum("index" in name for name in whole) == 3
+    for rows in (4, 3):
+        for name, gradient in gradients(True, rows).items():
+            assert float((gradient - whole[name]).norm()) <= 1e-5 * float(whole[name].norm()), (name, rows)
+    for name, gradient in gradients(False, 4).items():
+        factor = 2.0 if "index" in name else 1.0
+        assert torch.allclose(gradient, factor * whole[name], rtol=1e-3, atol=1e-9), name
+
+
+@lanes("cpu")
+def test_split_batch_of_sparse_attention_compiles_once(lane: Lane, restored_dynamo) -> None:
+    """The weight of the indexer's loss is a constant of the graph: the warm-up has that of a part, too."""
+    config = sparse_config()
+    compiled = []
+    for rows in (None, 2):
+        torch._dynamo.reset()
+        source = SyntheticBatches(config.vocab_size, 4, 32, 0, config.bos_id)
+        run = train.Trainer(
+            config, train.TrainingPlan(3, policy="regional"), source, backend="eager", rows=rows
+        )
+        run.run(allow_synthetic="smoke")
+        compiled.append(len(run.programs.seen))
+    assert compiled[0] == compiled[1] > 1
+
+
+@lanes("cpu")
+def test_trainer_gives_each_part_its_share_of_the_loss(lane: Lane) -> None:
+    config = sparse_config()
+    source = SyntheticBatches(config.vocab_size, 4, 32, 0, config.bos_id)
+    run = train.Trainer(config, train.TrainingPlan(1, policy="eager"), source, rows=2)
+    weights: list[float] = []
+    run.model.blocks[0].register_forward_pre_hook(lambda block, _: weights.append(block.loss_weight))
+    run.run(allow_synthetic="smoke")
+    assert config.dsa is not None
+    assert weights == [config.dsa.loss_weight / 2] * 3, "the warm-up and two parts"
 
 
 # The trainer on a device that fits at most four rows. It prints which batches ran, and the resets.
