@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import pytest
 
 from bumpgate.core.rows import Judgement
+from bumpgate.plugin.sharing import WAITED_PROPERTY
 from bumpgate.run import seconds
 
 # Seconds between two lines.
@@ -27,8 +28,8 @@ UNTIMED = 0.2
 class Progress:
     """Prints the progress of one run of a lane, in the controller.
 
-    judgements: row id -> judgement, filled by the lane's session as tests report. The seconds of each test are kept
-    for the next run's estimate, in the cache folder of bumpgate.
+    judgements: row id -> judgement, filled by the lane's session as tests report. The seconds of each test, without
+    those in which it waited for others, are kept for the next run's estimate, in the cache folder of bumpgate.
     """
 
     def __init__(self, config: pytest.Config, lane: str, judgements: Mapping[str, Judgement]) -> None:
@@ -87,7 +88,10 @@ class Progress:
 
     @pytest.hookimpl(trylast=True)  # after the session has filed the rows
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.now[report.nodeid] = self.now.get(report.nodeid, 0.0) + report.duration
+        waited = sum(
+            x for name, x in report.user_properties if name == WAITED_PROPERTY and report.when == "setup"
+        )
+        self.now[report.nodeid] = self.now.get(report.nodeid, 0.0) + report.duration - waited
         if report.failed and report.nodeid not in self.failed:
             self.failed.add(report.nodeid)
             self._say(f"FAILED {report.nodeid}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,8 @@ from bumpgate.plugin.duet import partner
 from bumpgate.plugin.scheduling import alone
 from bumpgate.run.shares import Place, keep_to_cores, take_place, untimed
 
+# Name of the property with the seconds that a test waited for its share of the machine, before it began.
+WAITED_PROPERTY = "bumpgate_waited"
 PLACE = pytest.StashKey[Place | None]()
 
 
@@ -40,5 +43,7 @@ def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
 
     patient = lanes_of(request.config)[lane].device == "cuda"
     exclusive = alone(request.node) and not untimed()
+    began = time.monotonic()
     with machine(exclusive=exclusive, patient=patient, place=request.config.stash[PLACE]):
+        request.node.user_properties.append((WAITED_PROPERTY, time.monotonic() - began))
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import types
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from bumpgate.core.rows import Judgement, Row, Verdict
 from bumpgate.plugin import progress
 from bumpgate.plugin.progress import Progress
+from bumpgate.plugin.sharing import WAITED_PROPERTY
+from bumpgate.plugin.timing import machine
 from bumpgate.run import seconds
 from tests.support.project import GOOD, Project, counted
 
@@ -78,6 +81,30 @@ def test_durations_are_saved_for_the_next_run(monkeypatch: pytest.MonkeyPatch, t
     run.pytest_runtest_logreport(report(LONG))  # its set-up alone: ctrl-C interrupted it
     run.pytest_sessionfinish()
     assert seconds.load("cpu") == {LONG: 300.0, SHORT: 2.0}
+
+
+def test_seconds_leave_out_the_wait_for_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = started(monkeypatch, tmp_path, {})
+    for when in ("setup", "call"):
+        phase = report(LONG)
+        phase.when, phase.user_properties = when, [(WAITED_PROPERTY, 1.5)]
+        run.pytest_runtest_logreport(phase)
+    run.pytest_runtest_logfinish(LONG)
+    run.pytest_sessionfinish()
+    assert seconds.load("cpu") == {LONG: 2.0 + 2.0 - 1.5}
+
+
+def test_lane_test_reports_its_wait_for_the_machine(project: Project) -> None:
+    project.baseline(good=counted("test_good"))
+    project.tests(GOOD)
+    home = project.root / "home"
+    with machine(exclusive=True):
+        process = project.start("-m", "pytest", "-m", "cpu", "-n", "0", BUMPGATE_HOME=str(home))
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=8)
+    assert process.wait(timeout=60) == 0
+    (spent,) = json.loads((home / "seconds/cpu.json").read_text()).values()
+    assert spent < 2
 
 
 def test_progress_prints_one_line_a_minute_in_a_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
