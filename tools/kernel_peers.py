@@ -65,11 +65,12 @@ def measure(name: str) -> dict[str, list[float]]:
     """Return implementation -> milliseconds of each of WAYS. Raises ValueError if one computes something else."""
     import torch
 
+    from bumpgate.plugin.instruments import reset_dynamo
     from suites.kernels import workloads
     from suites.support.gpu_timing import forward_and_backward, milliseconds
 
     torch.manual_seed(0)
-    torch._dynamo.reset()
+    reset_dynamo()
     case = workloads.CASES[name](4)
     expected = case.op(*case.inputs).float()
     found = {}

@@ -89,7 +89,9 @@ class Progress:
     @pytest.hookimpl(trylast=True)  # after the session has filed the rows
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         waited = sum(
-            x for name, x in report.user_properties if name == WAITED_PROPERTY and report.when == "setup"
+            float(str(x))
+            for name, x in report.user_properties
+            if name == WAITED_PROPERTY and report.when == "setup"
         )
         self.now[report.nodeid] = self.now.get(report.nodeid, 0.0) + report.duration - waited
         if report.failed and report.nodeid not in self.failed:

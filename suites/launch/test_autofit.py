@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bumpgate.plugin.instruments import reset_dynamo
 from launch import train
 from launch.autofit import MEMORY, accumulated_step, device_batch
 from launch.contract import ContractError
@@ -152,7 +153,7 @@ def test_split_batch_of_sparse_attention_compiles_once(lane: Lane, restored_dyna
     config = sparse_config()
     compiled = []
     for rows in (None, 2):
-        torch._dynamo.reset()
+        reset_dynamo()
         source = SyntheticBatches(config.vocab_size, 4, 32, 0, config.bos_id)
         run = train.Trainer(
             config, train.TrainingPlan(3, policy="regional"), source, backend="eager", rows=rows
