@@ -50,9 +50,19 @@ def cells(text: str) -> list[list[str]]:
 def test_markdown_row_has_errors_times_and_code() -> None:
     _, _, forward, both = cells(page(TIMED))
     assert forward == [
-        "`scan-N64`", "1.25", "-", "forward", "0.500", "2.000", "0.25", "-", "128", "12",
+        "`scan-N64`", "1.25", "-", "forward", "0.500", "2.000 peer", "0.25", "-", "128", "12",
     ]  # fmt: skip
     assert both == ["", "", "", "forward + backward", "-", "-", "-", "-", "", ""]
+
+
+def test_peer_is_the_fastest_of_those_measured() -> None:
+    """With our time of the same run: cuDNN's was 2.0, the lane's 1.5."""
+    rows = {"kernels/attention-P9/forward_milliseconds": 1.5, "kernels/attention-P9/forward_over_peer": 1.25}
+    others = {"attention-P9": {"ours": [2.0, 6.0], "cuDNN": [1.0, 4.0], "flash": [3.0, 9.0]}}
+    assert op_table.fastest_peer(rows, "attention-P9", "forward", {}) == ("1.200 flash-attn 2", "1.25")
+    assert op_table.fastest_peer(rows, "attention-P9", "forward", others) == ("1.000 cuDNN", "2.00")
+    assert op_table.fastest_peer(rows, "attention-P9", "both", others) == ("4.000 cuDNN", "1.50")
+    assert op_table.fastest_peer(rows, "mla-P9", "both", others) == ("-", "-")
 
 
 def test_marks_print_the_distance_and_the_known_bound() -> None:
