@@ -39,9 +39,10 @@ HEAD = (
 NOTES = """
 Error: the largest over all tensors of the error against fp64, relative to that of the plain formula in bf16. Median
 times over cold caches, B 4, T 4096, in bf16; the peer's in the same run as the op's that it is compared with. For
-attention it is the fastest of flash-attn 2 and torch's own kernels (below). Roofline: the larger of the bytes that must move at the copy rate, and
-the products at the matmul rate, both measured in the run. Registers and spills: the most that any of the op's kernels
-takes, and of all kernels together, a thread, in the code that triton {triton} makes of that shape.
+attention it is the fastest of flash-attn 2 and torch's own kernels (below). Roofline: the larger of the bytes that must
+move at the copy rate, and the products at the matmul rate, both measured in the run. Registers and spills: the most
+that any of the op's kernels takes, and of all kernels together, a thread, in the code that triton {triton} makes of
+that shape.
 """
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from bumpgate.core.baseline import BUILD, Baseline, judge
-from bumpgate.core.findings import NO_REGRESSION
+from bumpgate.core.findings import NO_REGRESSION, PEER
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Judgement, Record, Verdict
 from bumpgate.rebaseline import BaselineChange, build_of, judged, made_with, reviewed
@@ -22,10 +22,10 @@ def moved_baseline(
     """Return the baseline of the candidate, the changes, and the rows that stay red under it.
 
     Accepted from the candidate's record: new rows, per-build values, wins (of a timed row, those that the paired
-    sessions confirm), times that the sessions found no slower, and the rows of reviewed findings (`accepted_rows`),
-    unless sessions alone judge them; such a row is dropped if its test ran and does not report it any more. Tolerances
-    and notes are kept. The rows of `given_up` are dropped. Raises AdoptionError on a reviewed row that no baseline can
-    excuse.
+    sessions confirm), times that the sessions found no slower, ratios to a peer that became faster, and the rows of
+    reviewed findings (`accepted_rows`), unless sessions alone judge them; such a row is dropped if its test ran and
+    does not report it any more. Tolerances and notes are kept. The rows of `given_up` are dropped. Raises AdoptionError
+    on a reviewed row that no baseline can excuse.
     """
     record = gate.bad.record
     assert record is not None
@@ -75,6 +75,7 @@ def _change(
     accept = verdict is Verdict.WIN or (
         verdict is Verdict.CHANGED and row.per_build and _other_build(old, record)
     )
+    accept = accept or (verdict is Verdict.REGRESSION and row.id in _of_faster_peers(gate))
     if accept or (verdict is not Verdict.PASS and _settled(gate, j) and not then.red):
         return BaselineChange(row.id, was, new, verdict.value.lower())
     if new.values.keys() != was.values.keys():
@@ -86,6 +87,11 @@ def _change(
 
 def _other_build(old: Baseline, record: Record) -> bool:
     return any(old.made_with.get(name) != record.provenance.get(name) for name in BUILD)
+
+
+def _of_faster_peers(gate: GateFile) -> set[str]:
+    """Return the ratios that are worse because another implementation became faster."""
+    return {row for finding in gate.findings if finding.label == PEER for row in finding.rows}
 
 
 def _settled(gate: GateFile, j: Judgement) -> bool:

@@ -41,6 +41,8 @@ class TimedOutcome(Enum):
 
 
 # Outcomes that do not hold a candidate.
+# Label of a ratio to another implementation (Row.own) that is worse: the row of the own time judges the candidate.
+PEER = "PEER"
 NO_REGRESSION = (TimedOutcome.SAME, TimedOutcome.NOT_SLOWER, TimedOutcome.FASTER)
 
 

@@ -79,6 +79,10 @@ class Verdict(Enum):
         return list(Verdict).index(self)
 
 
+# Fields that a record leaves out if they are empty.
+OPTIONAL = ("paired", "work", "place", "own")
+
+
 @dataclass(frozen=True)
 class Row:
     """One measured value. Raises RowError (one line) on an invalid field.
@@ -106,6 +110,8 @@ class Row:
     work: what a timed row ran: "pattern AEME, dtype float32, batch 2, tokens 64". Times of different work are
         never compared.
     place: "suites/compile/test_a.py:42", where the test reports it.
+    own: of a ratio to another implementation, the id of the row with the measured program's own time. A gate judges
+        that row; if the ratio alone is worse, the other implementation became faster.
     """
 
     id: str
@@ -127,6 +133,7 @@ class Row:
     paired: bool = False
     work: str = ""
     place: str = field(default="", compare=False)
+    own: str = ""
 
     def __post_init__(self) -> None:
         for fault in _faults(self):
@@ -145,14 +152,12 @@ class Row:
         out |= {"evidence": list(self.evidence), "instruments": list(self.instruments)}
         curves = {name: list(points) for name, points in out.pop("series").items()}
         out |= {"series": curves} if curves else {}
-        return {name: x for name, x in out.items() if x or name not in ("paired", "work", "place")}
+        return {name: x for name, x in out.items() if x or name not in OPTIONAL}
 
     @classmethod
     def from_json(cls, raw: Any) -> Row:
         """Create a row from the output of to_json. Raises RowError on anything else."""
-        if not isinstance(raw, dict) or raw.keys() | {"series", "paired", "work", "place"} != {
-            f.name for f in fields(cls)
-        }:
+        if not isinstance(raw, dict) or raw.keys() | {"series", *OPTIONAL} != {f.name for f in fields(cls)}:
             raise RowError("a row has the wrong fields")
         interval, series = raw["interval"], raw.get("series", {})
         try:
@@ -359,6 +364,8 @@ def _faults(row: Row) -> Iterable[str]:
         yield f"paired must be True or False, got {row.paired!r}"
     if not isinstance(row.work, str):
         yield f"work must be a string, got {row.work!r}"
+    if row.own and (not ROW_ID.fullmatch(str(row.own)) or row.own == row.id or row.unit != "ratio"):
+        yield f"own must be the id of another row, of a ratio, got {row.own!r} and unit {row.unit!r}"
     if row.paired and row.better not in ("exact", "lower", "higher"):
         yield f"better of a paired row must be exact, lower or higher, got {row.better!r}"
     if row.better not in ("lower", "higher") and (row.tolerance or row.interval is not None):

@@ -81,9 +81,9 @@ def looks_slower(good: Judgement, bad: Judgement) -> bool:
     It is worse than the adopted side's by more than such readings differ, or than the reviewed value by more than its
     tolerance, and the adopted side's is not. These decide without sessions: a bound that the test derives (after a
     second reading: bumpgate.gate.again), a value that the sessions cannot compare (not above 0), and a tolerance within
-    which they would call the row SAME.
+    which they would call the row SAME. A ratio to another implementation is judged by its own time.
     """
-    if timed(bad.row) or not is_time(bad.row) or kinds(good.row, bad.row) or bad.accepted:
+    if timed(bad.row) or bad.row.own or not is_time(bad.row) or kinds(good.row, bad.row) or bad.accepted:
         return False
     if not all(is_finite(j.row.value) and j.row.value > 0 for j in (good, bad)):
         return False

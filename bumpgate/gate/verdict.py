@@ -17,10 +17,19 @@ from dataclasses import dataclass, field, replace
 
 from bumpgate.core import code
 from bumpgate.core.baseline import investigate, tier, violation
-from bumpgate.core.findings import ADDRESS, NO_REGRESSION, PRODUCT, Decision, Finding, TimedOutcome, group
+from bumpgate.core.findings import (
+    ADDRESS,
+    NO_REGRESSION,
+    PEER,
+    PRODUCT,
+    Decision,
+    Finding,
+    TimedOutcome,
+    group,
+)
 from bumpgate.core.outcomes import skipped_in_both
 from bumpgate.core.problems import ProblemKind
-from bumpgate.core.rows import Judgement, Record, Value, Verdict, one_line
+from bumpgate.core.rows import Judgement, Record, Value, Verdict, is_finite, one_line
 from bumpgate.gate.between import ValueChange, change, kinds, looks_slower
 from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.drift import Drift
@@ -38,6 +47,8 @@ OTHER_KIND = "OTHER KIND"
 NEW = "NEW"
 # Rows that the candidate is not required to report: no kernel wheel fits it.
 NOT_RUN = "NOT RUN"
+# Verdicts on a ratio to another implementation that was measured.
+RATIO = (Verdict.PASS, Verdict.WIN, Verdict.REGRESSION)
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,9 @@ def judge_gate(
                 outside = b is not None and b.red and not _absent(b)
                 if (_absent(g) and _absent(b)) or _spoiled(b) or (_spoiled(g) and not outside):
                     continue  # the sessions alone measure it
+            if _peer_faster(g, b, before, after):
+                loose += _finding(lane, g, b, (Decision.ADOPT, PEER))
+                continue
             loose += _row(lane, g, b, whole=candidate.complete, paired=row in timed)
         loose += _problems(lane, adopted, candidate)
         if not (before or after.keys() - new or timed):
@@ -233,11 +247,18 @@ def _row(
     lane: str, good: Judgement | None, bad: Judgement | None, *, whole: bool, paired: bool
 ) -> list[Finding]:
     result = _compare(good, bad, whole, paired)
+    return _finding(lane, good, bad, result) if result else []
+
+
+def _finding(
+    lane: str, good: Judgement | None, bad: Judgement | None, result: tuple[Decision, str]
+) -> list[Finding]:
     shown = bad if bad and (bad.red or not (good and good.red)) else good
-    if result is None or shown is None:
+    if shown is None:
         return []
     decision, label = result
-    shown_by_metric = ("FIXED", "WIN", NEW, "KNOWN DEFECT", "RED IN BOTH", WORSE, *(v.value for v in PRODUCT))
+    by_label = ("FIXED", "WIN", NEW, PEER, "KNOWN DEFECT", "RED IN BOTH", WORSE)
+    shown_by_metric = (*by_label, *(v.value for v in PRODUCT))
     product = label in shown_by_metric
     metric = shown.row.id.rsplit("/", 1)[1] if product else ""
     twice = not (_absent(good) or _absent(bad))
@@ -299,6 +320,29 @@ def _compare(
     reviewed = bad.accepted or good.accepted or (moved is ValueChange.OTHER and bad.row.per_build)
     label = WORSE if moved is ValueChange.WORSE else Verdict.CHANGED.value
     return (Decision.ADOPT if reviewed else Decision.HOLD), label
+
+
+def _peer_faster(
+    good: Judgement | None,
+    bad: Judgement | None,
+    before: Mapping[str, Judgement],
+    after: Mapping[str, Judgement],
+) -> bool:
+    """Return whether a ratio to another implementation is worse, and both sides have the own time that is judged."""
+    if (
+        good is None
+        or bad is None
+        or not bad.row.own
+        or good.row.own != bad.row.own
+        or kinds(good.row, bad.row)
+    ):
+        return False
+    own = [side.get(bad.row.own) for side in (before, after)]
+    if any(j is None or _absent(j) or not is_finite(j.row.value) for j in (*own, good, bad)):
+        return False
+    if good.red or bad.verdict not in RATIO or violation(bad.row) is not None:
+        return False
+    return bad.verdict is Verdict.REGRESSION or change(good.row, bad.row) is ValueChange.AGAIN
 
 
 def _is_defect(j: Judgement) -> bool:

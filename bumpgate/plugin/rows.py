@@ -104,6 +104,7 @@ class RowRecorder:
         series: Mapping[str, Iterable[float]] | None = None,
         paired: bool = False,
         work: str = "",
+        own: str = "",
     ) -> Judgement:
         """Judge one measured value; the fields are those of bumpgate.core.rows.Row.
 
@@ -138,6 +139,7 @@ class RowRecorder:
             place=self._place(),
             paired=paired,
             work=work,
+            own=own,
         )
         if id in self._reported:
             raise RowError(f"row {id!r}: already reported by {self._reported[id]}")

@@ -53,6 +53,7 @@ class SpeedRows:
                 self._row(
                     f"kernels/{name}/{way}_over_peer", timing.median / other.median, unit="ratio", witness=CALLS,
                     rule="C37", better="lower", tolerance=TOLERANCE["ratio"],
+                    own=f"kernels/{name}/{way}_milliseconds",
                     evidence=[f"peer: {other.median:.4f} ms"],
                 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from bumpgate.adopt.plan import moved_baseline
 from bumpgate.core.baseline import Baseline, Reviewed, judge
+from bumpgate.core.findings import PEER
 from bumpgate.core.gate_file import Paired
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.run.edits import AdoptionError
@@ -31,9 +33,23 @@ def adopted(
         {"lane": "cpu", "torch": "2.14.0", "triton": None}, (judge(row, OLD, failed_instruments={}),)
     )
     timed = {ID: SimpleNamespace(outcome=outcome, interval=(0.4, fastest))} if outcome else {}
-    gate: Any = SimpleNamespace(bad=SimpleNamespace(record=record), timed=timed)
+    gate: Any = SimpleNamespace(bad=SimpleNamespace(record=record), timed=timed, findings=())
     new, changes, left = moved_baseline(gate, OLD, ())
     return new.rows[ID].value, [change.why for change in changes], left
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"), [(PEER, (1.5, [])), ("REGRESSION", (1.0, ["kernels/a/over_peer"]))]
+)
+def test_ratio_to_a_faster_peer_moves(label: str, expected: tuple[float, list[str]]) -> None:
+    ratio = "kernels/a/over_peer"
+    row = Row(ratio, 1.5, "ratio", 3, "C37", better="lower", test=TEST, own="kernels/a/milliseconds")
+    old = replace(OLD, rows={ratio: Reviewed(1.0, "ratio", "lower", 0.1, test=TEST)})
+    record = Record({"lane": "cpu", "torch": "2.14.0"}, (judge(row, old, failed_instruments={}),))
+    finding = SimpleNamespace(label=label, rows=(ratio,))
+    gate: Any = SimpleNamespace(bad=SimpleNamespace(record=record), timed={}, findings=[finding])
+    new, _, left = moved_baseline(gate, old, ())
+    assert (new.rows[ratio].value, left) == expected
 
 
 @pytest.mark.parametrize(
