@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from bumpgate.core.baseline import Baseline, Reviewed, save
 from bumpgate.gate import result
-from tests.support.project import GOOD, PLUGINS, Project, Result, counted
+from tests.support.project import EXISTING_BYTECODE, GOOD, Project, Result, counted, wrapped_python
 
 CANARY = """
 @lanes("cpu")
@@ -45,9 +44,6 @@ def test_times(lane, row):
             tolerance=9.0, interval=(ratios[14], ratios[26]))
 """
 TIMED = ("throughput/same/ratio", "throughput/slow/ratio")
-# Each gate compiles the sources of both sides again, a second per side. With these, an interpreter reads the bytecode
-# that exists.
-EXISTING_BYTECODE = {"PYTHONPYCACHEPREFIX": "", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class Tree(Project):
@@ -71,10 +67,8 @@ class Tree(Project):
         self, side: str, bytecode: Mapping[str, str] = EXISTING_BYTECODE, **variables: str
     ) -> Path:
         """Create a python that wraps this one with extra env_vars; fast, because it loads few plugins."""
-        given = {**PLUGINS, **bytecode, "SIDE": side, **variables}
-        assignments = " ".join(f"{k}='{v}'" for k, v in given.items())
         path = self.root / side / "python"
-        self.write(f"{side}/python", f'#!/bin/sh\n{assignments} exec "{sys.executable}" "$@"\n')
+        self.write(f"{side}/python", wrapped_python(bytecode, SIDE=side, **variables))
         path.chmod(0o755)
         return path
 
