@@ -51,6 +51,7 @@ class Tree(Project):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
+        self.workers(1)
         self.env |= {"BUMPGATE_HOME": str(root / "home"), "TMPDIR": str(root)}
         self.tests(CANARY, "suites/canaries/test_canaries.py")
         self.tests(GOOD)

@@ -88,6 +88,12 @@ class Project:
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
         (self.root / path).write_text(text)
 
+    def workers(self, number: int) -> None:
+        """Run lanes with this number of workers, each of which takes longer to start than the tests here."""
+        text = (self.root / "pyproject.toml").read_text()
+        assert text.count(" -n auto ") == 1
+        self.write("pyproject.toml", text.replace(" -n auto ", f" -n {number} "))
+
     def tests(self, body: str, path: str = "suites/compile/test_a.py") -> None:
         self.write(path, HEAD + textwrap.dedent(body))
 
