@@ -56,13 +56,15 @@ def declare_lanes(root: Path) -> None:
 def copy_tree(target: Path) -> Path:
     """Copy the parts of the repository that a lane run reads to `target`.
 
-    Python recompiles a source that is edited there. pytest's own bytecode names the files that it was made from.
+    Python compiles a source again that is edited there. pytest's own bytecode names the files that it was made from,
+    and a process may rename bytecode that it has just written.
     """
+    left_out = shutil.ignore_patterns("*-pytest-*.pyc", "*.pyc.*")
     target.mkdir(parents=True, exist_ok=True)
     for part in PARTS:
         source = ROOT / part
         if source.is_dir():
-            shutil.copytree(source, target / part, ignore=shutil.ignore_patterns("*-pytest-*.pyc"))
+            shutil.copytree(source, target / part, ignore=left_out)
         else:
             shutil.copy2(source, target / part)
     return target
