@@ -68,24 +68,26 @@ def content(files):
     lines = sorted(f"{path} {value}" for path, value in named if ".dist-info/" not in path and path[:2] != "..")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
 
-def describe(d):
-    files = [f for f in d.files or () if f.name.endswith(".so") or ".so." in f.name]
+def describe(d, metadata):
+    files = d.files or ()  # each access reads the whole RECORD again
+    extensions = [f for f in files if f.name.endswith(".so") or ".so." in f.name]
     url = json.loads(d.read_text("direct_url.json") or "{}")
     archive = url.get("archive_info", {})
     return {
-        "name": d.metadata["Name"], "version": d.version, "file": url.get("url", "").rsplit("/", 1)[-1],
-        "sha256": archive.get("hashes", {}).get("sha256", ""), "content": content(d.files or ()),
+        "name": metadata["Name"], "version": metadata["Version"], "file": url.get("url", "").rsplit("/", 1)[-1],
+        "sha256": archive.get("hashes", {}).get("sha256", ""), "content": content(files),
         "place": str(d.locate_file("")), "requires": d.requires or [],
-        "extensions": [str(d.locate_file(f)) for f in files],
+        "extensions": [str(d.locate_file(f)) for f in extensions],
     }
 
 scripts = [entry for entry in sys.path if entry not in ("", os.getcwd())]
 torch = where("torch")
+read = ((d, d.metadata) for d in importlib.metadata.distributions())
 print(json.dumps({
     "python": platform.python_version(), "implementation": platform.python_implementation(),
     "kernels": where("kernels"), "kernels_of_scripts": where("kernels", scripts),
     "torch": torch, "version": constants(text(os.path.join(torch or "", "version.py"))),
-    "distributions": [describe(d) for d in importlib.metadata.distributions() if d.metadata["Name"]],
+    "distributions": [describe(*found) for found in read if found[1]["Name"]],
 }))
 '''
 

@@ -111,7 +111,8 @@ def _installed(name: str) -> str | None:
 
 
 def _wheel_set() -> str:
-    names = sorted({f"{d.metadata['Name']}=={d.version}".lower() for d in metadata.distributions()})
+    read = (d.metadata for d in metadata.distributions())
+    names = sorted({f"{m['Name']}=={m['Version']}".lower() for m in read})
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 

@@ -114,7 +114,8 @@ def bind(root: Path, *outputs: Path) -> Binding:
     ]
     listed = _git_files(root)
     paths = _walk(root) if listed is None else listed
-    kept = sorted({p for p in paths if not any((root / p).resolve().is_relative_to(o) for o in left_out)})
+    resolved = ((path, (root / path).resolve()) for path in set(paths))
+    kept = sorted(path for path, place in resolved if not any(map(place.is_relative_to, left_out)))
     commit = (_git(root, "rev-parse", "HEAD") or "").strip() if listed is not None else ""
     return Binding(_version(root), commit, {path: _digest(root / path) for path in kept})
 

@@ -34,7 +34,8 @@ DESCRIBE = """
 import importlib.metadata, json
 import {modules}
 # Reversed: of two distributions of one name, the first on the path is the one that is imported.
-found = {{d.metadata["Name"].lower(): d.version for d in reversed([*importlib.metadata.distributions()])}}
+read = [d.metadata for d in importlib.metadata.distributions()]  # each access parses it again
+found = {{m["Name"].lower(): m["Version"] for m in reversed(read)}}
 version = getattr(torch, "version", None)
 git = {{"torch": version.git_version}} if getattr(version, "git_version", None) else {{}}
 print(json.dumps([dict(sorted(found.items())), git]))

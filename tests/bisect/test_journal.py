@@ -57,6 +57,8 @@ def check_cuts(module: Any, folder: Path, whole: tuple[bytes, Search, Attributio
     header = text.index(b"\n")
     path = folder / "cut.jsonl"
     for cut in range(len(text) + 1):
+        # Overwritten in place, ext4 would write each file to disk at once.
+        path.unlink(missing_ok=True)
         path.write_bytes(text[:cut])
         if cut <= header:
             with pytest.raises(JournalError, match="start again"):

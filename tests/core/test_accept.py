@@ -256,6 +256,7 @@ def test_broken_accepted_file_is_one_line(tmp_path: Path, text: str, words: str)
 
 
 MOVED = GOOD.replace("expected=13, ", "").replace("13", "17")
+RUN = ("-m", "cpu", "-n", "0")
 
 
 SOON, LONG_AGO = accepted.today() + timedelta(days=30), date(2020, 1, 1)
@@ -275,9 +276,9 @@ def entries_of(*entries: tuple[int, date]) -> str:
 def test_lane_run_is_green_and_lists_accepted_rows(project: Project) -> None:
     project.tests(MOVED)
     project.baseline(good=counted("test_good", 13, "exact"))
-    assert project.pytest("-m", "cpu").code == 1
+    assert project.pytest(*RUN).code == 1
     project.write("baselines/accepted.toml", entries_of((17, SOON)))
-    done = project.pytest("-m", "cpu", "--gate")
+    done = project.pytest(*RUN, "--gate")
     assert done.code == 0, done.out
     assert project.verdicts() == {"good": "CHANGED (accepted)"}
     line = f"compile/good/graph_breaks 17: accepted by ada, until {SOON}: fixed in 2.14.1"
@@ -289,10 +290,10 @@ def test_lane_run_is_red_if_entry_expired_or_value_differs(project: Project) -> 
     project.tests(MOVED)
     project.baseline(good=counted("test_good", 13, "exact"))
     project.write("baselines/accepted.toml", entries_of((17, LONG_AGO)))
-    assert project.pytest("-m", "cpu").code == 1
+    assert project.pytest(*RUN).code == 1
     assert "accepted by ada, expired 2020-01-01" in project.reason("good")
     project.write("baselines/accepted.toml", entries_of((16, SOON)))
-    done = project.pytest("-m", "cpu")
+    done = project.pytest(*RUN)
     assert done.code == 1
     assert f"ada accepted 16 until {SOON}, not this" in project.reason("good")
     assert "graph_breaks 16: accepted by ada, but measured 17 (CHANGED)" in done.out
@@ -302,7 +303,7 @@ def test_lane_run_refuses_broken_accepted_file(project: Project) -> None:
     project.tests(MOVED)
     project.baseline(good=counted("test_good", 13, "exact"))
     project.write("baselines/accepted.toml", "[[accepted")
-    done = project.pytest("-m", "cpu")
+    done = project.pytest(*RUN)
     assert done.code == 4
     assert "baselines/accepted.toml: not TOML" in done.err
     assert not (project.root / "record.json").exists()

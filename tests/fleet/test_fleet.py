@@ -25,6 +25,7 @@ from bumpgate.fleet.readings import Readings
 from tests.support.foreign import LANE, Foreign
 from tests.support.git_repository import GitRepository
 from tests.support.killing import KillPoints, check_every_kill_point, run_loop
+from tests.support.project import wrapped_python
 from tests.support.searching import labels, mutant_of
 
 NAMES = tuple(labels(60))
@@ -278,7 +279,7 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Foreign:
     made.write("bumpgate.toml", LANE + LANE.replace("mine", "other"))
     made.write("torch.py", "")
     for side in ("good", "bad"):
-        made.write(f".{side}/python", f'#!/bin/sh\nSIDE={side} exec {sys.executable} "$@"\n')
+        made.write(f".{side}/python", wrapped_python(SIDE=side))
         (tmp_path / f".{side}/python").chmod(0o755)
     row = '{"name": "graphs", "value": 3, "unit": "graphs", "better": "exact"}'
     made.write("bench.py", f"print('{row}')")

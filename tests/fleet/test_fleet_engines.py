@@ -25,6 +25,7 @@ from tests.support.builds import JUDGE, Ran, make_builds
 from tests.support.clusters import RayCluster, SlurmCluster
 from tests.support.foreign import LANE, Foreign
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
+from tests.support.project import wrapped_python
 from tests.support.tree import ROOT
 
 pytestmark = pytest.mark.fleet
@@ -197,7 +198,7 @@ def test_lanes_are_gated_on_their_hosts(hosts: RayCluster, tmp_path: Path) -> No
     foreign.write("bumpgate.toml", LANE + LANE.replace("mine", "other") + LANE.replace("mine", "none"))
     foreign.write("torch.py", "")
     for side in ("good", "bad"):
-        foreign.write(f".{side}/python", f'#!/bin/sh\nSIDE={side} exec {sys.executable} "$@"\n')
+        foreign.write(f".{side}/python", wrapped_python(SIDE=side))
         (tmp_path / f".{side}/python").chmod(0o755)
     row = '{"name": "graphs", "value": 3, "unit": "graphs", "better": "exact"}'
     notes = "open('ran', 'a').write(os.environ['NODE'] + os.environ['SIDE'] + ' ')"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from bumpgate.plugin.metrics import FORMAT, report
 from bumpgate.run.binding import bind
 from tests.support.foreign import LANE, Foreign
 from tests.support.git_repository import GitRepository
-from tests.support.project import Result
+from tests.support.project import Result, wrapped_python
 
 GOOD = {"name": "graphs", "value": 3, "unit": "graphs", "better": "exact"}
 TIME = {"name": "step_seconds", "value": 0.5, "unit": "s", "better": "lower"}
@@ -92,7 +91,7 @@ def foreign(tmp_path: Path) -> Foreign:
     made.write("bumpgate.toml", LANE)
     made.write("torch.py", "")
     for side in ("good", "bad"):
-        made.write(f".{side}/python", f'#!/bin/sh\nSIDE={side} exec {sys.executable} "$@"\n')
+        made.write(f".{side}/python", wrapped_python(SIDE=side))
         os.chmod(tmp_path / f".{side}/python", 0o755)
     made.env["BUMPGATE_HOME"] = str(tmp_path / ".home")
     return made

@@ -112,6 +112,8 @@ def test_unchanged_pair_is_adopted_with_separate_caches(tree: Tree) -> None:
                 f.write(" " + sys.pycache_prefix)
     """
     tree.tests("import sys\n" + textwrap.dedent(body), "suites/compile/test_caches.py")
+    for side in ("good", "bad"):
+        tree.interpreter(side, bytecode={})
     done = tree.gate(*COUNTS)
     assert done.code == 0, done.out + done.err
     assert done.out.startswith("ADOPT: ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from bumpgate.core.baseline import Baseline, Reviewed, save
 from bumpgate.core.rows import Record
 from bumpgate.run.runner import options_of
 from tests.support.foreign import ANY_ROUND_IS_QUIET, LANE, Foreign
+from tests.support.project import wrapped_python
 
 pytestmark = pytest.mark.long(30)
 
@@ -43,7 +43,7 @@ def project(tmp_path: Path) -> Foreign:
     made = Foreign(tmp_path)
     for side in ("good", "bad"):
         python = f".{side}/python"
-        made.write(python, f'#!/bin/sh\nSIDE={side} exec {sys.executable} "$@"\n')
+        made.write(python, wrapped_python(SIDE=side))
         (tmp_path / python).chmod(0o755)
     made.env["BUMPGATE_HOME"] = str(tmp_path / ".home")
     made.write("bumpgate.toml", LANE)

@@ -38,6 +38,7 @@ from suites.compile import test_moe_buckets
 from suites.kernels import golden, model_shapes, test_model_shapes, test_peers
 from suites.kernels.golden import GOLDEN
 from suites.kernels.interpret import ratio as interpret_ratio
+from suites.kernels.scan_op import ScanOp
 from suites.kernels.workloads import Case, Work
 from suites.launch import test_autofit
 from suites.model import golden as model_golden
@@ -138,10 +139,30 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def remembered(op: ScanOp) -> Callable[..., dict[str, Tensor]]:
+    """Return `op.trained` that computes the results of the recurrence once: only those of the op are poisoned."""
+    kept: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+
+    def trained(scan: Callable[..., Any], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        if scan is not op.recurrence:
+            return op.trained(scan, inputs)
+        for before, found in kept:
+            pairs = ((before[name], inputs[name]) for name in inputs)
+            if all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs):
+                return dict(found)
+        kept.append((inputs, op.trained(scan, inputs)))
+        return dict(kept[-1][1])
+
+    return trained
+
+
 @pytest.mark.parametrize("test", OF_OPS)
-def test_non_finite_last_value_of_an_op_is_red(test: str) -> None:
+def test_non_finite_last_value_of_an_op_is_red(test: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, name, dtype = re.fullmatch(r"(.*)\.py::(\w+)\[(\w+)\]", test).groups()
-    run = partial(run_test, getattr(importlib.import_module(path.replace("/", ".")), name), CPU, dtype=dtype)
+    module = importlib.import_module(path.replace("/", "."))
+    if hasattr(module, "SCAN"):
+        monkeypatch.setattr(module, "results", remembered(module.SCAN))
+    run = partial(run_test, getattr(module, name), CPU, dtype=dtype)
     with Poison() as counted:
         clean = run()
     assert not any(violation(judged.row) for judged in clean.values())

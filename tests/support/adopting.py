@@ -6,10 +6,18 @@ changes a fact, and 9.12.0 breaks an expected value.
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import shutil
+import sys
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import pytest
+
+from bumpgate import cli
 from bumpgate.core.baseline import Baseline, Reviewed, save
 from tests.support.builds import host_pytest
 from tests.support.gate_tree import CANARY
@@ -65,6 +73,7 @@ class AdoptTree(Project):
         super().__init__(root)
         shutil.rmtree(root / "torch")
         self._use(index, home)
+        self.workers(0)
         text = (root / "pyproject.toml").read_text()
         text = re.sub(r"^suite = \[.*?^\]", 'suite = ["pytest==99.0"]', text, flags=re.MULTILINE | re.DOTALL)
         text = re.sub(r"^cpu = .*$", 'cpu = ["bumpgate[suite]", "torch==9.9.0"]', text, flags=re.MULTILINE)
@@ -108,6 +117,23 @@ class AdoptTree(Project):
         made.env |= {"BUMPGATE_HOME": str(home / "bumpgate"), "TMPDIR": str(home)}
         made.home = home / "bumpgate"
         return made
+
+    def bumpgate(self, *args: str) -> Result:
+        """Run the command in this process, except for a gate: starting Python takes longer than most commands."""
+        if args[0] == "gate":
+            return super().bumpgate(*args)
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.chdir(self.root)
+            patch.setattr(sys, "argv", ["bumpgate", *args])
+            patch.setattr(tempfile, "tempdir", None)
+            for name in {*os.environ} - {*self.env}:
+                patch.delenv(name)
+            for name, value in self.env.items():
+                patch.setenv(name, value)
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+        return Result(int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
     def gate(self, version: str, *more: str) -> Result:
         """Gate a version, with results in a folder named after it."""

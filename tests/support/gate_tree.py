@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bumpgate.core.baseline import Baseline, Reviewed, save
 from bumpgate.gate import result
-from tests.support.project import GOOD, PLUGINS, Project, Result, counted
+from tests.support.project import EXISTING_BYTECODE, GOOD, Project, Result, counted, wrapped_python
 
 CANARY = """
 @lanes("cpu")
@@ -51,6 +51,7 @@ class Tree(Project):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
+        self.workers(1)
         self.env |= {"BUMPGATE_HOME": str(root / "home"), "TMPDIR": str(root)}
         self.tests(CANARY, "suites/canaries/test_canaries.py")
         self.tests(GOOD)
@@ -63,11 +64,12 @@ class Tree(Project):
         save(root / "baselines/cpu.json", Baseline("cpu", {"torch": "9.9.0", "triton": None}, rows))
         self.good, self.bad = self.interpreter("good"), self.interpreter("bad")
 
-    def interpreter(self, side: str, **variables: str) -> Path:
+    def interpreter(
+        self, side: str, bytecode: Mapping[str, str] = EXISTING_BYTECODE, **variables: str
+    ) -> Path:
         """Create a python that wraps this one with extra env_vars; fast, because it loads few plugins."""
-        assignments = " ".join(f"{k}='{v}'" for k, v in (PLUGINS | {"SIDE": side} | variables).items())
         path = self.root / side / "python"
-        self.write(f"{side}/python", f'#!/bin/sh\n{assignments} exec "{sys.executable}" "$@"\n')
+        self.write(f"{side}/python", wrapped_python(bytecode, SIDE=side, **variables))
         path.chmod(0o755)
         return path
 

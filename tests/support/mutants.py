@@ -57,8 +57,8 @@ MUTANTS = (
             ),
             ("model/moe.py", "return x + routed +", "return x + self.calls * 0.0 + routed +"),
         ),
-        "suites/compile/test_recompiles.py::test_no_recompiles_in_seventy_steps[nam56r-cpu]",
-        "compile/nam56r-regional-70_steps/graphs_after_warmup",
+        "suites/compile/test_recompiles.py::test_no_recompiles_in_seventy_steps[nam52-cpu]",
+        "compile/nam52-regional-70_steps/graphs_after_warmup",
         ("C8", "model/moe.py", "calls"),
     ),
     Mutant(

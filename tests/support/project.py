@@ -6,11 +6,13 @@ Each project has a fake torch: nothing here needs the real one, and tests can ch
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,9 @@ from bumpgate.core.rows import Record, read_record
 REPO = Path(__file__).parents[2]
 # Plugins required by pyproject.toml; other installed plugins only cost start-up time.
 PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,pytest_timeout"}
+# Each gate compiles the sources of both interpreters again, a second per side. With these, they read the bytecode that
+# exists.
+EXISTING_BYTECODE = {"PYTHONPYCACHEPREFIX": "", "PYTHONDONTWRITEBYTECODE": "1"}
 
 HEAD = """
 import os, signal, time
@@ -40,6 +45,13 @@ def test_good(lane, row):
 def interruptible() -> None:
     """Restore SIGINT: a runner started in the background ignores it, and its children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def wrapped_python(bytecode: Mapping[str, str] = EXISTING_BYTECODE, **variables: str) -> str:
+    """Return a script that runs this Python with these env_vars, with only the plugins that pyproject.toml requires."""
+    given = {**PLUGINS, **bytecode, **variables}
+    assignments = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
+    return f'#!/bin/sh\n{assignments} exec "{sys.executable}" "$@"\n'
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,12 @@ class Project:
     def write(self, path: str, text: str) -> None:
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
         (self.root / path).write_text(text)
+
+    def workers(self, number: int) -> None:
+        """Run lanes with this number of workers, each of which takes longer to start than the tests here."""
+        text = (self.root / "pyproject.toml").read_text()
+        assert text.count(" -n auto ") == 1
+        self.write("pyproject.toml", text.replace(" -n auto ", f" -n {number} "))
 
     def tests(self, body: str, path: str = "suites/compile/test_a.py") -> None:
         self.write(path, HEAD + textwrap.dedent(body))

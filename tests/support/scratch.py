@@ -125,6 +125,7 @@ class Scratch:
             "UV_CACHE_DIR": str(home / "uv"),
             "TMPDIR": str(home),
             "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
         }
         for line in (
             "git init -q",

@@ -13,6 +13,7 @@ from pathlib import Path
 import tomli_w
 
 from bumpgate.core.toml import tomllib
+from tests.support.project import PLUGINS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PARTS = (
@@ -53,12 +54,17 @@ def declare_lanes(root: Path) -> None:
 
 
 def copy_tree(target: Path) -> Path:
-    """Copy the parts of the repository that a lane run reads to `target`."""
+    """Copy the parts of the repository that a lane run reads to `target`.
+
+    Python compiles a source again that is edited there. pytest's own bytecode names the files that it was made from,
+    and a process may rename bytecode that it has just written.
+    """
+    left_out = shutil.ignore_patterns("*-pytest-*.pyc", "*.pyc.*")
     target.mkdir(parents=True, exist_ok=True)
     for part in PARTS:
         source = ROOT / part
         if source.is_dir():
-            shutil.copytree(source, target / part, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, target / part, ignore=left_out)
         else:
             shutil.copy2(source, target / part)
     return target
@@ -110,7 +116,7 @@ def run_lane(
     done = subprocess.run(
         command,
         cwd=root,
-        env=clean | (environment or {}),
+        env=clean | PLUGINS | (environment or {}),
         capture_output=True,
         text=True,
         timeout=RUN_SECONDS,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.affected import graph_of
+from tests.support.project import PLUGINS
 from tests.support.tree import ROOT
 from tools.mutation import __main__ as command
 from tools.mutation import sample, trial
@@ -35,6 +36,8 @@ def total(prices: list[int] | None, tax: int) -> int:
         tax -= 1
     return sum(prices) + tax
 """
+# Without the plugins that happen to be installed: `-n 0` needs xdist.
+RUN = PytestRun(env_vars=PLUGINS)
 GIT = ["git", "-c", "user.name=test", "-c", "user.email=test@example.org"]
 FILES = {
     "shop.py": SOURCE,
@@ -185,7 +188,7 @@ def test_file_that_another_worker_measures_is_postponed(
 
     monkeypatch.setattr(trials, "unchanged", unchanged)
     with trials._lock_of(("test_near.py", ())):
-        trials.run([Work(made, "shop", PytestRun(), ["test_near.py", "test_far.py"])], lambda result: None)
+        trials.run([Work(made, "shop", RUN, ["test_near.py", "test_far.py"])], lambda result: None)
     assert asked == ["test_far.py", "test_near.py"]
 
 
@@ -209,7 +212,7 @@ def run(
     files = trial.nearest(graph, made.path, {name for name in FILES if name.startswith("test_")})
     results: list[Result] = []
     folder.mkdir(exist_ok=True)
-    work = Work(made, "shop", PytestRun(), files, tests or (), 1.0)
+    work = Work(made, "shop", RUN, files, tests or (), 1.0)
     Trials(shop, folder, graph, budget, 1).run([work], results.append)
     return results, folder / "clone0"
 

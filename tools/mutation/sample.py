@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from cosmic_ray.ast import ast_nodes, get_ast
@@ -42,6 +43,7 @@ class Mutation:
         return mutated
 
 
+@cache
 def mutations(path: str, source: str) -> list[Mutation]:
     """Return every mutation of a source file by the operators of cosmic-ray that take no arguments."""
     nodes = [(node, ASTQuery(node).get_definition_name() or "") for node in ast_nodes(get_ast(source))]
