@@ -11,6 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from bumpgate.core import lanes
+from bumpgate.core.rows import write_atomic
 from bumpgate.gate.budget import Pace, fitting
 from bumpgate.gate.duet import ROUNDS as DUET_ROUNDS
 from bumpgate.gate.duet import run_duet, shares
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 # Processes that fill a compile cache on one GPU at the same time. Its tests of large models claim the GPU's memory.
 FILLS_AT_ONCE = 4
+# Rows that the sessions pair: too many for a variable in a large lane.
+PAIRED = "paired_rows.json"
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,9 @@ class TimedRuns:
         self, sessions: Sessions, other: str, tests: Sequence[str], flip: bool, rounds: int
     ) -> tuple[TimedReading, TimedReading]:
         calls = [
-            self._process(name, tests, f"timed-{name}.json", sessions.cache, rounds, more=of_rows(sessions))
+            self._process(
+                name, tests, f"timed-{name}.json", sessions.cache, rounds, more=self._of_rows(sessions)
+            )
             for name in (other, "bad")
         ]
         runs = run_duet(calls, flip, TEST_SECONDS * len(tests))
@@ -151,13 +156,19 @@ class TimedRuns:
                 sessions.cache_after(i),
                 ROUNDS,
                 own[i],
-                of_rows(sessions),
+                self._of_rows(sessions),
             )
             for name, (i, _, tests) in zip(names, processes)
         ]
         timeout = TEST_SECONDS * max(len(tests) for _, _, tests in processes)
         runs = self.runner.run_calls(sorted(set(names)), "timed processes", calls, timeout)
         return [reading(run, tests, sessions.tests) for run, (_, _, tests) in zip(runs, processes)]
+
+    def _of_rows(self, sessions: Sessions) -> dict[str, str]:
+        """Return env_vars of the processes of a session: the file that names the rows which it pairs."""
+        path = self.runner.out.absolute() / PAIRED
+        write_atomic(path, json.dumps([*sessions.tests]) + "\n")
+        return {SESSION: str(path)}
 
     def _process(
         self,
@@ -186,8 +197,3 @@ def balanced(tests: Sequence[str], known: Mapping[str, float], count: int) -> li
         lists[i].append(test)
         spent[i] += known.get(test, mean)
     return lists
-
-
-def of_rows(sessions: Sessions) -> dict[str, str]:
-    """Return env_vars of the processes of a session, which name the rows that it pairs."""
-    return {SESSION: json.dumps([*sessions.tests])}

@@ -11,7 +11,9 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
+from pathlib import Path
 
 from bumpgate.core.errors import BumpgateError
 from bumpgate.run.host import gpu_models, gpu_uuids
@@ -136,7 +138,12 @@ def unused(*rows: str) -> bool:
 
     A test may leave out what it measures for them alone.
     """
-    return untimed() or (SESSION in os.environ and not {*rows} & {*json.loads(os.environ[SESSION])})
+    return untimed() or (SESSION in os.environ and not {*rows} & _paired(os.environ[SESSION]))
+
+
+@cache
+def _paired(path: str) -> frozenset[str]:
+    return frozenset(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def keep_to_cores() -> None:

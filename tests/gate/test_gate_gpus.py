@@ -114,8 +114,9 @@ def test_further_caches_are_filled_by_all_gpus(calls: Calls, machine: Machine, o
     timed_runs.TimedRuns(made).sessions(sessions, "good")
     variables = ("CACHE", "BUMPGATE_UNTIMED", "BUMPGATE_SESSION")
     caches = [[call[1:] for call in at_once] for at_once in calls.table(*variables)]
-    rows = json.dumps([f"a/{i}/s" for i in range(9)])
-    assert caches[0] == [(cache, "", rows) for cache in ("good", "bad 2", "bad", "good 2")]
+    rows = out / "paired_rows.json"
+    assert json.loads(rows.read_text()) == [f"a/{i}/s" for i in range(9)]
+    assert caches[0] == [(cache, "", str(rows)) for cache in ("good", "bad 2", "bad", "good 2")]
 
 
 def test_two_gpus_of_a_lane_that_needs_two_are_one_share(calls: Calls, machine: Machine, out: Path) -> None:

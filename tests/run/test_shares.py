@@ -259,13 +259,20 @@ def test_gate_locks_each_of_its_gpus(tmp_path: Path, driver: Path, monkeypatch: 
     [
         ({}, ["a/b/c"], False),
         ({"BUMPGATE_UNTIMED": "1"}, ["a/b/c"], True),
-        ({"BUMPGATE_SESSION": '["a/b/c"]'}, ["a/b/c", "a/b/d"], False),
-        ({"BUMPGATE_SESSION": '["a/b/c"]'}, ["a/b/d"], True),
+        ({"BUMPGATE_SESSION": "rows.json"}, ["a/b/c", "a/b/d"], False),
+        ({"BUMPGATE_SESSION": "rows.json"}, ["a/b/d"], True),
     ],
 )
 def test_rows_that_nothing_uses(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], rows: list[str], found: bool
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variables: dict[str, str],
+    rows: list[str],
+    found: bool,
 ) -> None:
+    (tmp_path / "rows.json").write_text('["a/b/c"]')
+    monkeypatch.chdir(tmp_path)
+    shares._paired.cache_clear()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert unused(*rows) is found
