@@ -141,7 +141,9 @@ def test_command_uses_all_gpus_of_the_host(tree: Tree) -> None:
     save(root / "baselines/h200.json", replace(cpu, lane="h200", rows=rows))
     sides = ("--python-good", str(tree.good), "--python-bad", str(tree.bad), "--out", "g")
     ran = tree.bumpgate("gate", "--lane", "h200", *sides, "--gpus", "4,7", "--sessions", "6")
-    assert ran.code == 0, ran.out + ran.err
+    # Loops of a busy machine may differ by more than 6 sessions can call SAME.
+    assert ran.code in (Decision.ADOPT.value, Decision.UNKNOWN.value), ran.out + ran.err
+    assert {f["label"] for f in tree.raw()["findings"]} <= {"INCONCLUSIVE"}, ran.out + ran.err
     lines = (root / "gpus").read_text().splitlines()
     lanes_of, fill, *sessions = [sorted(lines[i : i + 2]) for i in range(0, len(lines), 2)]
     one, other = ["4 good", "7 bad"], ["4 bad", "7 good"]
