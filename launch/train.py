@@ -171,8 +171,7 @@ class Trainer:
     def _rows_of(self, ids: Tensor) -> tuple[Tensor, float]:
         """Return the rows of a batch with which this process begins, and which part of its rows they are."""
         mine = self.share.of(ids.to(self.device))
-        first = mine[: self.rows]
-        return first, len(first) / len(mine)
+        return mine[: self.rows], min(self.rows or len(mine), len(mine)) / len(mine)
 
     def warm_up(self, ids: Tensor, part: float = 1.0) -> None:
         """Compile on ids (B,T) without changing the model's state, so that a resumed run reproduces the original.
