@@ -4,7 +4,7 @@
 
 Runs each case of suites/kernels/workloads.py forward, and forward and backward, once in a process under `ncu`, and
 writes the counters of each kernel as JSON, which tools.op_table shows. Without a case: those whose mark is missed. The
-GPU's clocks stay as they are. Exit codes: 0 written; 2 usage error; 3 `ncu` is missing or failed.
+GPU's clocks stay as they are. Exit codes: 0 written; 2 usage error; 3 no GPU, or `ncu` is missing or failed.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ WAYS = ("forward", "both")
 # Of a case's time: kernels below it are left out.
 LEAST_SHARE = 0.02
 FILE = Path(__file__).with_suffix(".json")
+NO_GPU = "the NVIDIA driver lists no GPU: run this on a machine with one"
 HEAD = (
     "op, shape", "kernel", "ms", "tensor cores", "issue slots", "special functions", "L1", "L2", "DRAM",
     "warps an SM", "registers", "shared, KiB", "a warp waits for",
@@ -75,7 +76,7 @@ Nsight Compute's counters of one forward and backward pass, of each kernel that 
 Busy shares are in percent. A warp waits so many cycles between two instructions for: `barrier` the other warps of its
 program, `long_scoreboard` loads from L1 or beyond, `short_scoreboard` shared memory, `mio_throttle` the queue of
 special functions and shared memory, `wait` a fixed latency, `not_selected` a scheduler that issues for another warp,
-`dispatch_stall` the dispatcher, `math_pipe_throttle` a busy pipe, `drain` its last stores. Made by
+`dispatch_stall` the dispatcher, `math_pipe_throttle` a busy pipe, `drain` its last stores. To measure again:
 `python -m tools.kernel_counters --out tools/kernel_counters.json`.
 """
 Kernel = dict[str, Any]
@@ -127,6 +128,15 @@ def section(result: Mapping[str, Any]) -> list[str]:
         "",
         *body,
     ]
+
+
+def unusable(cases: Iterable[str]) -> str:
+    """Return why these cases cannot be measured here, in one line; "" if they can."""
+    from suites.kernels import workloads
+
+    if unknown := [name for name in cases if name not in workloads.CASES]:
+        return f"unknown case {unknown[0]!r}; cases: {', '.join(workloads.CASES)}"
+    return "" if gpu_models() else NO_GPU
 
 
 def described(made: Mapping[str, Any]) -> str:
@@ -192,6 +202,9 @@ def main(arguments: list[str] | None = None) -> int:
     if given.profiled:
         profile(cases)
         return 0
+    if refusal := unusable(cases):
+        print(refusal, file=sys.stderr)
+        return 3 if refusal == NO_GPU else 2
     ncu = shutil.which("ncu")
     if ncu is None:
         print("ncu is not on PATH: install NVIDIA Nsight Compute, or add its folder", file=sys.stderr)

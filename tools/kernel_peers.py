@@ -3,7 +3,7 @@
     python -m tools.kernel_peers [--out tools/kernel_peers.json]
 
 The cases are those of suites/kernels/workloads.py, one document a row, in one process; SDPA has no softcap. Written as
-JSON, which tools.op_table shows. Exit codes: 0 written; 2 usage error.
+JSON, which tools.op_table shows. Exit codes: 0 written; 2 usage error; 3 no GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from suites.support.tables import line, publish
-from tools.kernel_counters import WAYS, described, made_with
+from tools.kernel_counters import WAYS, described, made_with, unusable
 
 FILE = Path(__file__).with_suffix(".json")
 NOTES = """
 Median milliseconds, one document a row; both: forward and backward. {machine}.
 
-cuDNN and flash are SDPA's, which has no softcap; "-": not measured. Made by
+cuDNN and flash are SDPA's, which has no softcap; "-": not measured. To measure again:
 `python -m tools.kernel_peers --out tools/kernel_peers.json`.
 """
 CASES = ("attention-P128", "attention-P128-softcap30", "attention-P64", "attention-P64-softcap30")
@@ -105,6 +105,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.kernel_peers", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="writes the JSON there instead of printing it")
     given = parser.parse_args(arguments)
+    if refusal := unusable(CASES):
+        print(refusal, file=sys.stderr)
+        return 3
     times = {name: measure(name) for name in CASES}
     result = {"made_with": made_with(), "ways": WAYS, "milliseconds": times}
     return publish(json.dumps(result, indent=1) + "\n", given.out)

@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         ran, compiled = (load(ROOT / "baselines" / f"{lane}.json", lane) for lane in ("h200", "cpu"))
         text = markdown(ran, compiled, *measured())
-    except (BaselineError, OSError) as error:
+    except (BaselineError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     return publish(text, given.out)

@@ -30,7 +30,7 @@ from bumpgate.core.findings import (
 from bumpgate.core.outcomes import skipped_in_both
 from bumpgate.core.problems import ProblemKind
 from bumpgate.core.rows import Judgement, Record, Value, Verdict, is_finite, one_line
-from bumpgate.gate.between import ValueChange, change, kinds, looks_slower
+from bumpgate.gate.between import ValueChange, change, direction, is_time, kinds, looks_slower
 from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed
@@ -340,6 +340,8 @@ def _peer_faster(
     own = [side.get(bad.row.own) for side in (before, after)]
     if any(j is None or _absent(j) or not is_finite(j.row.value) for j in (*own, good, bad)):
         return False
+    if not all(j and is_time(j.row) and direction(j.row) for j in own):
+        return False  # nothing judges it
     if good.red or bad.verdict not in RATIO or violation(bad.row) is not None:
         return False
     return bad.verdict is Verdict.REGRESSION or change(good.row, bad.row) is ValueChange.AGAIN

@@ -60,6 +60,16 @@ def test_ratio_alone_judges_without_the_own_time(worse: Judgement) -> None:
     assert gate([own(), bare[0]], [own(), bare[1]]).decision is not Decision.ADOPT
 
 
+def test_own_row_that_is_no_time_excuses_nothing() -> None:
+    """A count or a time without a direction judges no candidate."""
+    for changes in (
+        {"unit": "kernels", "interval": None},
+        {"better": "exact", "tolerance": 0.0, "interval": None},
+    ):
+        other = replace(own(), row=replace(own().row, **changes))
+        assert gate([other, ratio(1.0)], [other, ratio(1.5, Verdict.REGRESSION)]).decision is Decision.HOLD
+
+
 def test_slower_own_time_still_holds() -> None:
     found = gate([own(), ratio(1.0)], [own(3.0, Verdict.REGRESSION), ratio(1.5, Verdict.REGRESSION)])
     assert (Decision.HOLD, "REGRESSION", (OWN,)) in labels(found)

@@ -77,15 +77,16 @@ def test_section_has_a_line_for_each_kernel_of_both_passes() -> None:
 def test_command_writes_what_ncu_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], printed: str
 ) -> None:
+    monkeypatch.setattr(kernel_counters, "gpu_models", lambda: ["NVIDIA H200"])
     (tmp_path / "printed").write_text(printed)
     program = tmp_path / "ncu"
     program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\ncat {tmp_path}/printed\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     out = tmp_path / "counters.json"
-    code = kernel_counters.main(["scan-N64", "--out", str(out)])
+    code = kernel_counters.main(["mla-P64", "--out", str(out)])
     arguments = (tmp_path / "arguments").read_text().split()
-    assert arguments[-4:] == ["-m", "tools.kernel_counters", "--profiled", "scan-N64"]
+    assert arguments[-4:] == ["-m", "tools.kernel_counters", "--profiled", "mla-P64"]
     assert "--clock-control none" in " ".join(arguments)
     if not printed:
         assert (code, out.exists()) == (3, False)
@@ -98,9 +99,20 @@ def test_command_writes_what_ncu_prints(
 def test_command_without_ncu_names_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(kernel_counters, "gpu_models", lambda: ["NVIDIA H200"])
     monkeypatch.setenv("PATH", "/nonexistent")
     assert kernel_counters.main([]) == 3
     assert capsys.readouterr().err == "ncu is not on PATH: install NVIDIA Nsight Compute, or add its folder\n"
+
+
+def test_machine_without_a_gpu_and_unknown_cases_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernel_counters, "gpu_models", list)
+    assert (kernel_counters.main([]), kernel_peers.main([])) == (3, 3)
+    assert capsys.readouterr().err == f"{kernel_counters.NO_GPU}\n" * 2
+    assert kernel_counters.main(["mla-P9"]) == 2
+    assert capsys.readouterr().err.startswith("unknown case 'mla-P9'; cases: causal_conv1d-D3584, ")
 
 
 def test_fastest_implementation_is_bold() -> None:
