@@ -26,7 +26,7 @@ from bumpgate.run.shares import SESSION, UNTIMED, GpuShare
 if TYPE_CHECKING:
     from bumpgate.gate.bench import GateRunner
 
-# Processes that fill a compile cache on one GPU at the same time. Its tests of large models claim the GPU's memory.
+# Processes that fill one compile cache on one GPU at the same time. Its tests of large models claim the GPU's memory.
 FILLS_AT_ONCE = 4
 # Rows that the sessions pair: too many for a variable in a large lane.
 PAIRED = "paired_rows.json"
@@ -42,38 +42,45 @@ class TimedRuns:
     def warm(self, sessions: Sessions) -> None:
         """Fill the compile caches that are still empty with the timed tests; the run of the selection fills the first.
 
-        With several shares of the machine, each runs a part of the tests of one side; on a GPU, FILLS_AT_ONCE processes
-        share it, since most of their time is compiling and nothing uses their times.
+        With several shares of the machine, each runs a part of the tests of one side. On a GPU, FILLS_AT_ONCE processes
+        share it for each empty cache, since most of their time is compiling and nothing uses their times.
         """
-        tests, sides = sessions.open_tests(), ("good", "bad")
-        for pair in range(sessions.cache_pairs if tests else 0):
-            specs, tree = self.runner.env_specs, self.runner.gate.binding
-            empty = [name for name in sides if not specs[name].is_filled(pair, tree)]
-            for names in self.runner.groups(empty):
-                self._fill(names, tests, pair)
+        tests, sides, specs = sessions.open_tests(), ("good", "bad"), self.runner.env_specs
+        tree, pairs = self.runner.gate.binding, range(sessions.cache_pairs if tests else 0)
+        for at_once in [pairs] if self._on_cuda else [[pair] for pair in pairs]:
+            empty = {name: [p for p in at_once if not specs[name].is_filled(p, tree)] for name in sides}
+            for names in self.runner.groups([name for name in sides if empty[name]]):
+                self._fill({name: empty[name] for name in names}, tests)
                 for name in names:
-                    specs[name].mark_filled(pair, tree)
+                    for pair in empty[name]:
+                        specs[name].mark_filled(pair, tree)
         sessions.warm = True
         self.runner.save()
 
-    def _fill(self, names: Sequence[str], tests: Sequence[str], pair: int) -> None:
-        calls: dict[str, list[LaneCall]] = {}
-        lane = self.runner.gate.config.lane
-        cuda, known = lanes.require(self.runner.root, lane).device == "cuda", seconds.load(lane)
-        for name, own in zip(names, self.runner.shares_of(len(names))):
-            places = [*(own or (None,))] * (FILLS_AT_ONCE if cuda else 1)
-            more = {UNTIMED: "1"} if cuda else {}
-            calls[name] = [
-                self._process(name, some, f"warm-{name}-{pair}-{i}.json", pair, 1, share, more)
-                for i, (share, some) in enumerate(zip(places, balanced(tests, known, len(places))))
-                if some
-            ]
+    @property
+    def _on_cuda(self) -> bool:
+        return lanes.require(self.runner.root, self.runner.gate.config.lane).device == "cuda"
+
+    def _fill(self, empty: Mapping[str, Sequence[int]], tests: Sequence[str]) -> None:
+        """Fill these pairs of compile caches at once. empty: side -> its pairs."""
+        calls: dict[tuple[str, int], list[LaneCall]] = {}
+        known = seconds.load(self.runner.gate.config.lane)
+        for (name, pairs), own in zip(empty.items(), self.runner.shares_of(len(empty))):
+            places = [*(own or (None,))] * (FILLS_AT_ONCE if self._on_cuda else 1)
+            more = {UNTIMED: "1"} if self._on_cuda else {}
+            for pair in pairs:
+                calls[name, pair] = [
+                    self._process(name, some, f"warm-{name}-{pair}-{i}.json", pair, 1, share, more)
+                    for i, (share, some) in enumerate(zip(places, balanced(tests, known, len(places))))
+                    if some
+                ]
+        numbers = " and ".join(str(pair + 1) for pair in sorted({pair for _, pair in calls}))
         runs = iter(
             self.runner.run_calls(
-                names, f"compile cache {pair + 1}", [*chain(*calls.values())], TEST_SECONDS * len(tests)
+                [*empty], f"compile cache {numbers}", [*chain(*calls.values())], TEST_SECONDS * len(tests)
             )
         )
-        for name, own_calls in calls.items():
+        for (name, pair), own_calls in calls.items():
             spent = max(next(runs).seconds for _ in own_calls)
             self.runner.view.say(f"{TITLES[name]}: compile cache {pair + 1} filled; {spent:.0f} s")
 

@@ -119,6 +119,28 @@ def test_further_caches_are_filled_by_all_gpus(calls: Calls, machine: Machine, o
     assert caches[0] == [(cache, "", str(rows)) for cache in ("good", "bad 2", "bad", "good 2")]
 
 
+def test_resumed_gate_fills_all_caches_at_once(calls: Calls, machine: Machine, out: Path) -> None:
+    """On another machine both pairs are empty."""
+    made = machine.prepare(out, ON_GPU, shares=FOUR)
+    made.env_specs = {
+        name: EnvSpec(Path(f"/envs/{name}"), machine.caches(name), more=(machine.caches(f"{name} 2"),))
+        for name in ("good", "bad")
+    }
+    sessions = Sessions({"a/0/s": "t.py::test_0", "a/1/s": "t.py::test_1"}, None, 2, cache_pairs=2)
+    timed_runs.TimedRuns(made).warm(sessions)
+    gpus = {"good": ("0", "1"), "bad": ("2", "3")}
+    expected = [(name, gpu, name + more) for name in gpus for more in ("", " 2") for gpu in gpus[name]]
+    assert calls.table("CUDA_VISIBLE_DEVICES", "CACHE") == [expected]
+    names = [call.record.name for call in calls.at_once[0]]
+    assert names[:4] == [
+        "warm-good-0-0.json",
+        "warm-good-0-1.json",
+        "warm-good-1-0.json",
+        "warm-good-1-1.json",
+    ]
+    assert all(spec.is_filled(pair, None) for spec in made.env_specs.values() for pair in (0, 1))
+
+
 def test_two_gpus_of_a_lane_that_needs_two_are_one_share(calls: Calls, machine: Machine, out: Path) -> None:
     machine.gate(out, ON_GPU, shares=divide(["0", "1"], 2, range(4)))
     found = calls.table("CUDA_VISIBLE_DEVICES")
