@@ -24,8 +24,9 @@ def moved_baseline(
     Accepted from the candidate's record: new rows, per-build values, wins (of a timed row, those that the paired
     sessions confirm), times that the sessions found no slower, ratios to a peer that became faster, and the rows of
     reviewed findings (`accepted_rows`), unless sessions alone judge them; such a row is dropped if its test ran and
-    does not report it any more. Tolerances and notes are kept. The rows of `given_up` are dropped. Raises AdoptionError
-    on a reviewed row that no baseline can excuse.
+    does not report it any more. A reviewed time stays if both sides miss it, or both are better: that is the machine.
+    Tolerances and notes are kept. The rows of `given_up` are dropped. Raises AdoptionError on a reviewed row that no
+    baseline can excuse.
     """
     record = gate.bad.record
     assert record is not None
@@ -34,7 +35,8 @@ def moved_baseline(
     for j in record.judgements:
         change = _change(j, old, record, gate, accepted_rows)
         if change is None:
-            if j.red and not j.row.unmeasured and judged(j, old, record).red and not _settled(gate, j):
+            refuted = _settled(gate, j) and not _moved_in_both(gate, j)
+            if j.red and not j.row.unmeasured and judged(j, old, record).red and not refuted:
                 left.append(j.row.id)
             continue
         changes.append(change)
@@ -70,6 +72,8 @@ def _change(
         return None if verdict is Verdict.PASS else BaselineChange(row.id, None, new, "new")
     if verdict is Verdict.REGRESSION and row.interval is None and _settled(gate, j):
         return None  # the sessions refuted this one reading: the reviewed value stays
+    if _settled(gate, j) and _moved_in_both(gate, j):
+        return None  # the machine is slower or faster than the one of the reviewed value
     if verdict is Verdict.WIN and not _confirmed(gate, j):
         return None  # a lucky reading would make later runs of the same build red
     accept = verdict is Verdict.WIN or (
@@ -97,6 +101,13 @@ def _of_faster_peers(gate: GateFile) -> set[str]:
 def _settled(gate: GateFile, j: Judgement) -> bool:
     timed = gate.timed.get(j.row.id)
     return timed is not None and timed.outcome in SETTLED
+
+
+def _moved_in_both(gate: GateFile, j: Judgement) -> bool:
+    """Return whether the readings of both sides are worse than the reviewed value, or better, beyond its tolerance."""
+    before = gate.good.record.judgements if gate.good.record else ()
+    moved = (Verdict.REGRESSION, Verdict.WIN)
+    return any(b.row.id == j.row.id and b.verdict is j.verdict and b.verdict in moved for b in before)
 
 
 def _confirmed(gate: GateFile, j: Judgement) -> bool:

@@ -32,8 +32,9 @@ from bumpgate.gate.result import NAME, Gate, GateError
 from bumpgate.gate.sequential import summarise
 from bumpgate.gate.sides import ROUNDS, TITLES, EnvSpec, side_name
 from bumpgate.gate.timed import Sessions, timed_rows
+from bumpgate.gate.timed_findings import unequal_losses
 from bumpgate.gate.timed_runs import TimedRuns
-from bumpgate.gate.verdict import Side, judge_gate, unequal_losses
+from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.gate.view import View
 from bumpgate.run.binding import SHOWN, Binding
 from bumpgate.run.host import cpu_workers, host_class

@@ -93,6 +93,22 @@ def looks_slower(good: Judgement, bad: Judgement) -> bool:
     return against_review or change(good.row, bad.row) is ValueChange.AGAIN
 
 
+def slow_in_both(good: Judgement, bad: Judgement, *, paired: bool) -> bool:
+    """Whether a time misses its limit on both sides, and is not worse on the candidate: the machine is slow.
+
+    Both sides ran on that machine, so that they compare with each other. paired: the sessions compare them. Otherwise
+    the candidate's single reading may be worse by as much as readings of one build differ.
+    """
+    both = all(j.verdict is Verdict.REGRESSION and is_finite(j.row.value) for j in (good, bad))
+    sign = direction(bad.row)
+    if not (both and sign and is_time(bad.row)) or kinds(good.row, bad.row):
+        return False
+    assert is_finite(good.row.value)
+    assert is_finite(bad.row.value)
+    worse, better = (bad.row.value, good.row.value) if sign > 0 else (good.row.value, bad.row.value)
+    return paired or not _beyond(worse, better, TIMES.get(bad.row.unit, TIMES["ms"]), 0.0)
+
+
 def kinds(good: Row, bad: Row) -> dict[str, tuple[str | bool, str | bool]]:
     """Return field -> its two values, of the fields without which the values of a row cannot be compared."""
     pairs = {

@@ -27,18 +27,18 @@ class Pace:
 
 
 def fitting(tests: Sequence[str], seconds: Mapping[str, float], left: float, pace: Pace) -> list[str]:
-    """Return the tests that one process can run in the `left` seconds, the most important first, as in `tests`.
+    """Return the tests that one process can run in the `left` seconds, in the order of `tests`: as many as possible.
 
-    A test that does not fit gives way to less important ones that do. seconds: node id -> those of a test; one without
-    takes the mean. If none has them, the mean includes the overhead.
+    The shortest are chosen first. seconds: node id -> those of a test; one without takes the mean. If none has them,
+    the mean includes the overhead.
     """
     if left <= 0:
         return []
     left -= pace.overhead if any(test in seconds for test in tests) else 0.0
-    found = []
-    for test in tests:
-        cost = seconds.get(test, pace.mean)
-        if cost <= left:
-            found.append(test)
-            left -= cost
-    return found
+    chosen = set()
+    for test in sorted(tests, key=lambda test: seconds.get(test, pace.mean)):
+        left -= seconds.get(test, pace.mean)
+        if left < 0:
+            break
+        chosen.add(test)
+    return [test for test in tests if test in chosen]

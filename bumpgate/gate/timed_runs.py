@@ -87,8 +87,7 @@ class TimedRuns:
     def sessions(self, sessions: Sessions, other: str) -> None:
         """Run sessions of the candidate and `other` until every row is decided or the budget is spent.
 
-        Near the deadline a session runs only the open tests that still fit, the most important first
-        (bumpgate.gate.budget).
+        Near the deadline a session runs as many of the open tests as still fit (bumpgate.gate.budget).
         """
         before, longest, pace = sessions.started, 0.0, Pace()
         lane, in_turn = self.runner.gate.config.lane, 1 if self._at_once() else 2

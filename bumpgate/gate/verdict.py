@@ -10,7 +10,6 @@ Rows are grouped by cause: one metric whose evidence starts alike is one finding
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,22 +18,20 @@ from bumpgate.core import code
 from bumpgate.core.baseline import investigate, tier, violation
 from bumpgate.core.findings import (
     ADDRESS,
-    NO_REGRESSION,
     PEER,
     PRODUCT,
     Decision,
     Finding,
-    TimedOutcome,
     group,
 )
 from bumpgate.core.outcomes import skipped_in_both
 from bumpgate.core.problems import ProblemKind
 from bumpgate.core.rows import Judgement, Record, Value, Verdict, is_finite, one_line
-from bumpgate.gate.between import ValueChange, change, direction, is_time, kinds, looks_slower
+from bumpgate.gate.between import ValueChange, change, direction, is_time, kinds, looks_slower, slow_in_both
 from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed
-from bumpgate.gate.timed import Sessions
+from bumpgate.gate.timed_findings import of_drift, of_sessions
 
 # Right on both sides, but worse on the candidate side by more than the kind of row allows.
 WORSE = "WORSE"
@@ -47,6 +44,20 @@ OTHER_KIND = "OTHER KIND"
 NEW = "NEW"
 # Rows that the candidate is not required to report: no kernel wheel fits it.
 NOT_RUN = "NOT RUN"
+# Times that miss their limit on both sides, and are not worse in the candidate.
+SLOW_IN_BOTH = "SLOW IN BOTH"
+# Labels that are shown with the metric of their rows.
+BY_METRIC = (
+    "FIXED",
+    "WIN",
+    NEW,
+    PEER,
+    "KNOWN DEFECT",
+    "RED IN BOTH",
+    SLOW_IN_BOTH,
+    WORSE,
+    *(v.value for v in PRODUCT),
+)
 # Verdicts on a ratio to another implementation that was measured.
 RATIO = (Verdict.PASS, Verdict.WIN, Verdict.REGRESSION)
 
@@ -123,8 +134,8 @@ def judge_gate(
         if not (before or after.keys() - new or timed):
             head = "no row was selected"
             loose.append(Finding(Decision.UNKNOWN, "NOTHING", "", head, repro=f"pytest -m {lane}"))
-    loose += [f for row, t in sorted(timed.items()) for f in _timed(lane, row, t, tests.get(row, ""))]
-    loose += [_drift(lane, row, c, tests.get(row, "")) for row, c in sorted(drifts.items())]
+    loose += [f for row, t in sorted(timed.items()) for f in of_sessions(lane, row, t, tests.get(row, ""))]
+    loose += [of_drift(lane, row, c, tests.get(row, "")) for row, c in sorted(drifts.items())]
     findings = group(loose)
     return GateVerdict(findings[0].decision if findings else Decision.ADOPT, findings)
 
@@ -257,9 +268,7 @@ def _finding(
     if shown is None:
         return []
     decision, label = result
-    by_label = ("FIXED", "WIN", NEW, PEER, "KNOWN DEFECT", "RED IN BOTH", WORSE)
-    shown_by_metric = (*by_label, *(v.value for v in PRODUCT))
-    product = label in shown_by_metric
+    product = label in BY_METRIC
     metric = shown.row.id.rsplit("/", 1)[1] if product else ""
     twice = not (_absent(good) or _absent(bad))
     if good and bad and label in (OTHER_WORK, OTHER_KIND):
@@ -305,6 +314,8 @@ def _compare(
     if bad.red:
         if right and bad.verdict in PRODUCT:
             return Decision.HOLD, bad.verdict.value
+        if slow_in_both(good, bad, paired=paired):
+            return Decision.ADOPT, SLOW_IN_BOTH
         both = good.verdict in PRODUCT and bad.verdict in PRODUCT
         return Decision.UNKNOWN, "RED IN BOTH" if both else bad.verdict.value
     if good.red:
@@ -401,48 +412,3 @@ def _shown(j: Judgement | None, other: Judgement | None) -> tuple[str, ...]:
 
 def _number(value: Value) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _timed(lane: str, row: str, t: Timed, test: str) -> list[Finding]:
-    if t.outcome is TimedOutcome.SAME:
-        return []
-    red = t.outcome in (TimedOutcome.SLOWER, TimedOutcome.SLOW_MODE)
-    decision = Decision.HOLD if red else Decision.ADOPT if t.outcome in NO_REGRESSION else Decision.UNKNOWN
-    if not t.sessions:  # all such rows have one cause: the budget, or only lost sessions
-        seen = (f"{row}: not measured",)
-        head = "no paired session gave a time"
-        return [Finding(decision, t.outcome.value, "", head, (row,), (), seen, investigate(lane, test))]
-    low, high = (f"{100 * (x - 1):+.1f} %" if math.isfinite(x) else "?" for x in t.interval)
-    change = f"{100 * (t.ratio - 1):+.1f} % in [{low}, {high}]"
-    bad = f"{row}: {change} after {t.sessions} sessions, adjusted p {t.p:.2g}"
-    if any(t.slow):
-        bad += f"; slow processes: {t.slow[0]} of the candidate, {t.slow[1]} of the adopted build"
-    metric = row.rsplit("/", 1)[1]
-    return [
-        Finding(
-            decision, t.outcome.value, metric, "", (row,), (f"{row}: 1",), (bad,), investigate(lane, test)
-        )
-    ]
-
-
-def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
-    """Return findings on tests whose timed readings the candidate loses: too noisy to use, or their processes died."""
-    found = []
-    for test, p in sessions.unequal_losses().items():
-        lost = sessions.lost_processes[test]
-        good, bad = (
-            f"{lost[side]} timed processes without a reading in {sessions.started} sessions"
-            for side in ("good", "bad")
-        )
-        rows = tuple(row for row, node in sessions.tests.items() if node == test)
-        head = f"timed processes without a reading, more than the adopted build's (adjusted p {p:.2g})"
-        repro = investigate(lane, test)
-        found.append(Finding(Decision.HOLD, "LOST", "", head, rows, (good,), (bad,), repro))
-    return found
-
-
-def _drift(lane: str, row: str, c: Drift, test: str) -> Finding:
-    good = f"{row}: 1 at its anchor, the build adopted a month before"
-    bad = f"{row}: {100 * (c.ratio - 1):+.1f} %, rising since {c.since}, called {c.called}"
-    metric = row.rsplit("/", 1)[1]
-    return Finding(Decision.HOLD, "CREEP", metric, "", (row,), (good,), (bad,), investigate(lane, test))

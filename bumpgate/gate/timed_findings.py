@@ -1,0 +1,58 @@
+"""Findings of the paired sessions and of the drift over weeks: one for each row, which the verdict groups by cause."""
+
+from __future__ import annotations
+
+import math
+
+from bumpgate.core.baseline import investigate
+from bumpgate.core.findings import NO_REGRESSION, Decision, Finding, TimedOutcome
+from bumpgate.gate.drift import Drift
+from bumpgate.gate.sequential import Timed
+from bumpgate.gate.timed import Sessions
+
+
+def of_sessions(lane: str, row: str, t: Timed, test: str) -> list[Finding]:
+    """Return the finding on a row that sessions measured; empty if it is SAME."""
+    if t.outcome is TimedOutcome.SAME:
+        return []
+    red = t.outcome in (TimedOutcome.SLOWER, TimedOutcome.SLOW_MODE)
+    decision = Decision.HOLD if red else Decision.ADOPT if t.outcome in NO_REGRESSION else Decision.UNKNOWN
+    if not t.sessions:  # all such rows have one cause: the budget, or only lost sessions
+        seen = (f"{row}: not measured",)
+        head = "no paired session gave a time"
+        return [Finding(decision, t.outcome.value, "", head, (row,), (), seen, investigate(lane, test))]
+    low, high = (f"{100 * (x - 1):+.1f} %" if math.isfinite(x) else "?" for x in t.interval)
+    change = f"{100 * (t.ratio - 1):+.1f} % in [{low}, {high}]"
+    bad = f"{row}: {change} after {t.sessions} sessions, adjusted p {t.p:.2g}"
+    if any(t.slow):
+        bad += f"; slow processes: {t.slow[0]} of the candidate, {t.slow[1]} of the adopted build"
+    metric = row.rsplit("/", 1)[1]
+    return [
+        Finding(
+            decision, t.outcome.value, metric, "", (row,), (f"{row}: 1",), (bad,), investigate(lane, test)
+        )
+    ]
+
+
+def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
+    """Return findings on tests whose timed readings the candidate loses: too noisy to use, or their processes died."""
+    found = []
+    for test, p in sessions.unequal_losses().items():
+        lost = sessions.lost_processes[test]
+        good, bad = (
+            f"{lost[side]} timed processes without a reading in {sessions.started} sessions"
+            for side in ("good", "bad")
+        )
+        rows = tuple(row for row, node in sessions.tests.items() if node == test)
+        head = f"timed processes without a reading, more than the adopted build's (adjusted p {p:.2g})"
+        repro = investigate(lane, test)
+        found.append(Finding(Decision.HOLD, "LOST", "", head, rows, (good,), (bad,), repro))
+    return found
+
+
+def of_drift(lane: str, row: str, c: Drift, test: str) -> Finding:
+    """Return the finding on a row that became slower over weeks."""
+    good = f"{row}: 1 at its anchor, the build adopted a month before"
+    bad = f"{row}: {100 * (c.ratio - 1):+.1f} %, rising since {c.since}, called {c.called}"
+    metric = row.rsplit("/", 1)[1]
+    return Finding(Decision.HOLD, "CREEP", metric, "", (row,), (good,), (bad,), investigate(lane, test))
