@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from bumpgate.core.baseline import BUILD, Baseline, judge
+from bumpgate.core.baseline import BUILD, Baseline, comparable, judge
 from bumpgate.core.findings import NO_REGRESSION, PEER
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Judgement, Record, Verdict
@@ -22,11 +22,11 @@ def moved_baseline(
     """Return the baseline of the candidate, the changes, and the rows that stay red under it.
 
     Accepted from the candidate's record: new rows, per-build values, wins (of a timed row, those that the paired
-    sessions confirm), times that the sessions found no slower, ratios to a peer that became faster, and the rows of
-    reviewed findings (`accepted_rows`), unless sessions alone judge them; such a row is dropped if its test ran and
-    does not report it any more. A reviewed time stays if both sides miss it, or both are better: that is the machine.
-    Tolerances and notes are kept. The rows of `given_up` are dropped. Raises AdoptionError on a reviewed row that no
-    baseline can excuse.
+    sessions confirm), ratios to a peer that became faster, and the rows of reviewed findings (`accepted_rows`), unless
+    sessions alone judge them; such a row is dropped if its test ran and does not report it any more. A time that the
+    sessions found no slower keeps its reviewed value, whatever this machine read, unless that is from another class of
+    host. Tolerances and notes are kept. The rows of `given_up` are dropped. Raises AdoptionError on a reviewed row that
+    no baseline can excuse.
     """
     record = gate.bad.record
     assert record is not None
@@ -35,7 +35,7 @@ def moved_baseline(
     for j in record.judgements:
         change = _change(j, old, record, gate, accepted_rows)
         if change is None:
-            refuted = _settled(gate, j) and not _moved_in_both(gate, j)
+            refuted = _settled(gate, j) and j.row.interval is None
             if j.red and not j.row.unmeasured and judged(j, old, record).red and not refuted:
                 left.append(j.row.id)
             continue
@@ -70,17 +70,18 @@ def _change(
     if was is None:
         # A paired row needs no reviewed value: it passes without one, and sessions judge it.
         return None if verdict is Verdict.PASS else BaselineChange(row.id, None, new, "new")
-    if verdict is Verdict.REGRESSION and row.interval is None and _settled(gate, j):
-        return None  # the sessions refuted this one reading: the reviewed value stays
-    if _settled(gate, j) and _moved_in_both(gate, j):
-        return None  # the machine is slower or faster than the one of the reviewed value
-    if verdict is Verdict.WIN and not _confirmed(gate, j):
-        return None  # a lucky reading would make later runs of the same build red
+    settled = _settled(gate, j)
+    if settled and row.interval and not then.red and comparable(old.made_with, record.provenance):
+        return BaselineChange(row.id, was, new, "other host")
+    if settled and verdict in (Verdict.REGRESSION, Verdict.INCONCLUSIVE):
+        return None  # no slower than the adopted build on the same machine
+    if verdict is Verdict.WIN and (not _confirmed(gate, j) or (settled and _better_in_both(gate, j))):
+        return None  # a lucky reading, or a fast machine, would make later runs of the same build red
     accept = verdict is Verdict.WIN or (
         verdict is Verdict.CHANGED and row.per_build and _other_build(old, record)
     )
     accept = accept or (verdict is Verdict.REGRESSION and row.id in _of_faster_peers(gate))
-    if accept or (verdict is not Verdict.PASS and _settled(gate, j) and not then.red):
+    if accept:
         return BaselineChange(row.id, was, new, verdict.value.lower())
     if new.values.keys() != was.values.keys():
         return BaselineChange(row.id, was, new, "new triton")
@@ -103,11 +104,10 @@ def _settled(gate: GateFile, j: Judgement) -> bool:
     return timed is not None and timed.outcome in SETTLED
 
 
-def _moved_in_both(gate: GateFile, j: Judgement) -> bool:
-    """Return whether the readings of both sides are worse than the reviewed value, or better, beyond its tolerance."""
+def _better_in_both(gate: GateFile, j: Judgement) -> bool:
+    """Return whether the adopted side's reading is better than the reviewed value by more than its tolerance, too."""
     before = gate.good.record.judgements if gate.good.record else ()
-    moved = (Verdict.REGRESSION, Verdict.WIN)
-    return any(b.row.id == j.row.id and b.verdict is j.verdict and b.verdict in moved for b in before)
+    return any(b.row.id == j.row.id and b.verdict is Verdict.WIN for b in before)
 
 
 def _confirmed(gate: GateFile, j: Judgement) -> bool:
