@@ -24,7 +24,7 @@ def test_cold_start(lane: Lane, row, exclusive_machine) -> None:
         row(f"{case}/cold_{phase}_cpu_seconds", spent, unit="s", **shared)
     row(f"{case}/cold_cpu_seconds", cold["cpu_seconds"], unit="s", **shared)
     row(f"{case}/cold_wall_seconds", cold["wall_seconds"], unit="s", **shared)
-    row(f"{case}/cold_peak_rss_bytes", cold["peak_rss_bytes"], unit="bytes", **shared)
+    row(f"{case}/cold_peak_memory_bytes", cold["peak_memory_bytes"], unit="bytes", **shared)
 
 
 @lanes("cpu", "h200")
@@ -36,5 +36,5 @@ def test_warm_start(lane: Lane, row, exclusive_machine) -> None:
     case = f"throughput/start-{lane.name}"
     shared = {"better": "lower", "paired": True, "witness": warm["loaded"]}
     row(f"{case}/warm_cpu_seconds", warm["cpu_seconds"], unit="s", rule="C18", **shared)
-    row(f"{case}/warm_peak_rss_bytes", warm["peak_rss_bytes"], unit="bytes", rule="C18", **shared)
+    row(f"{case}/warm_peak_memory_bytes", warm["peak_memory_bytes"], unit="bytes", rule="C18", **shared)
     row(f"{case}/import_cpu_seconds", warm["import_cpu_seconds"], unit="s", rule="C37", **shared)

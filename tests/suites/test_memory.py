@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from suites.support.planted import planted
 from tests.support.tree import ROOT
 
 MIB = 2**20
+INSTRUMENT = ROOT / "suites/support/instruments/memory.py"
 PROGRAM = f"""
 import runpy
-read = runpy.run_path("{ROOT / "suites/support/instruments/memory.py"}")["peak_rss_bytes"]
+read = runpy.run_path("{INSTRUMENT}")["peak_rss_bytes"]
 started = read()
 held = bytearray({200 * MIB})
 del held
 print(started, read())
+"""
+
+MAPPED = f"""
+import mmap, runpy, sys
+read = runpy.run_path("{INSTRUMENT}")
+with open(sys.argv[1], "rb") as file:
+    pages = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    read_pages = sum(pages[i] for i in range(0, len(pages), mmap.PAGESIZE))
+before = read["peak_memory_bytes"]()
+held = bytearray({100 * MIB})
+del held
+print(before, read["peak_memory_bytes"](), read["peak_rss_bytes"]())
 """
 
 
@@ -27,3 +41,16 @@ def test_peak_memory_is_that_of_the_process_alone() -> None:
     assert len(parent) > started
     assert started < 100 * MIB
     assert 200 * MIB <= peak < 300 * MIB
+
+
+@planted("C37", "a file in the page cache, all of whose pages a process has mapped")
+def test_peak_memory_excludes_pages_of_files(tmp_path: Path) -> None:
+    file = tmp_path / "library"
+    file.write_bytes(b"1" * (200 * MIB))
+    done = subprocess.run(
+        [sys.executable, "-c", MAPPED, str(file)], capture_output=True, text=True, check=True
+    )
+    before, peak, resident = map(int, done.stdout.split())
+    assert resident >= 300 * MIB
+    assert before < 50 * MIB
+    assert 100 * MIB <= peak < 150 * MIB

@@ -11,7 +11,7 @@ from suites.support.instruments.inductor import (
     wrong_decomposition,
     wrong_lowering,
 )
-from suites.support.instruments.memory import peak_rss_bytes
+from suites.support.instruments.memory import peak_memory_bytes, peak_rss_bytes
 from suites.support.instruments.phases import (
     Phases,
     compile_phases,
@@ -57,6 +57,7 @@ __all__ = [
     "host_syncs",
     "op_calls",
     "op_definitions",
+    "peak_memory_bytes",
     "peak_rss_bytes",
     "scan",
     "synchronisations",
