@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,15 @@ def test_slow_machine_does_not_stop_a_bump(bad: float, fields: dict[str, Any]) -
 @pytest.mark.parametrize("bad", [40.0, float("inf"), float("nan")])
 def test_much_slower_candidate_is_not_excused(bad: float) -> None:
     assert gate(late(23.8, **BOUNDED), late(bad, **BOUNDED)).decision is not Decision.ADOPT
+
+
+@pytest.mark.parametrize(("bad", "decision"), [(150.0, Decision.ADOPT), (142.0, Decision.UNKNOWN)])
+def test_rate_is_compared_in_its_own_direction(bad: float, decision: Decision) -> None:
+    rates = [
+        Judgement(replace(j.row, unit="tokens/s", better="higher"), Verdict.REGRESSION, "", tolerance=0.2)
+        for j in (late(150.0), late(bad))
+    ]
+    assert gate(*rates).decision is decision
 
 
 def test_count_that_is_red_in_both_stays_unknown() -> None:

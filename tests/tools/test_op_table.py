@@ -81,6 +81,19 @@ def test_marks_print_the_distance_and_the_known_bound() -> None:
     assert set(op_table.BOUNDS) <= set(op_table.MARKS)
 
 
+def test_results_of_another_build_are_not_mixed_into_the_table() -> None:
+    """The kept times of cuDNN and the counters are of the build of these rows, or of another one."""
+    peers, counters = op_table.measured()
+    timed = {
+        f"kernels/attention-P128/{way}_milliseconds": ms for way, ms in (("forward", 1.5), ("both", 5.7))
+    }
+    for build, same in ((peers["made_with"], True), ({"torch": "2.99.0", "triton": "9.9.9"}, False)):
+        rows = {id: Reviewed(value, "", "lower") for id, value in timed.items()}
+        text = op_table.markdown(Baseline("h200", build, rows), compiled({}), peers, counters)
+        assert ("1.003 cuDNN" in cells(text)[2][5]) is same
+        assert (f"(on torch {counters['made_with']['torch']}, triton" in text) is not same
+
+
 def test_markdown_without_timed_kernels_raises() -> None:
     with pytest.raises(BaselineError, match=r"no kernel was timed; pytest -m h200 suites/kernels$"):
         page({})
