@@ -71,8 +71,10 @@ def test_every_environment_has_its_manifest_row(lane: Lane) -> None:
 
 @lanes("cpu")
 def test_every_wheel_smoke_case_is_a_shape_of_the_model(lane: Lane) -> None:
+    """Also of a wheel that the lane gave up, for the day when one fits the adopted torch."""
     known = load(PATH)
-    assert set(known.smoke) == {wheel.name for wheel in known.adopted("h200").wheels}
+    adopted = known.adopted("h200")
+    assert set(known.smoke) == {wheel.name for wheel in adopted.wheels} | set(adopted.without)
     for smoke in known.smoke.values():
         assert smoke.command == ("-m", "suites.wheels.smoke")
         for case in smoke.cases:
