@@ -205,19 +205,19 @@ def markdown(ran: Baseline, compiled: Baseline, peers: Mapping[str, Any], counte
     made = ran.made_with
     triton = str(made.get("triton"))
     # Times of torch's own attention, and counters, of another build explain nothing about these rows.
-    others = peers["milliseconds"] if _build(peers) == _build({"made_with": made}) else {}
-    elsewhere = "" if _build(counters) == _build({"made_with": made}) else _build(counters)
+    others = peers["milliseconds"] if _build(peers["made_with"]) == _build(made) else {}
+    elsewhere = "" if _build(counters["made_with"]) == _build(made) else _build(counters["made_with"])
     table = [cells for name in names for cells in lines(name, values, compiled.rows, triton, others)]
     body = [line(cells) for cells in (HEAD, ("---",) * len(HEAD), *table)]
-    machine = f"{made.get('device')}, driver {made.get('driver')}, {_build({'made_with': made})}"
+    machine = f"{made.get('device')}, driver {made.get('driver')}, {_build(made)}"
     reached = [line(cells) for cells in (MARKS_HEAD, ("---",) * len(MARKS_HEAD), *marks(values, elsewhere))]
     head = ["# The kernels on an H200", "", f"{machine}.", ""]
     text = "\n".join([*head, *body, NOTES.format(triton=triton), "## Marks", "", *reached, ""])
     return "\n".join([text, *kernel_peers.section(peers), "", *kernel_counters.section(counters), ""])
 
 
-def _build(result: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {result['made_with'].get(name)}" for name in ("torch", "triton"))
+def _build(made_with: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {made_with.get(name)}" for name in ("torch", "triton"))
 
 
 def measured() -> tuple[Mapping[str, Any], Mapping[str, Any]]:

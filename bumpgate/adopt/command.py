@@ -285,7 +285,7 @@ def _summary(
         *([f"not run in the candidate, kept in the baseline: {some(others)}"] if others else []),
         "baseline:" if rows else "baseline: nothing moved",
         *(f"  {line}" for line in rows.splitlines()),
-        *(f"  stays red on this machine: {row}" for row in left),
+        *(f"  stays red: {row}" for row in left),
     ]
     return "".join(f"{line}\n" for line in lines)
 

@@ -31,20 +31,24 @@ def moved_baseline(
     record = gate.bad.record
     assert record is not None
     changes = [BaselineChange(id, old.rows[id], None, "its wheel was given up") for id in sorted(given_up)]
-    rows, left = {id: r for id, r in old.rows.items() if id not in given_up}, []
+    rows = {id: r for id, r in old.rows.items() if id not in given_up}
     for j in record.judgements:
         change = _change(j, old, record, gate, accepted_rows)
         if change is None:
-            refuted = _settled(gate, j) and j.row.interval is None
-            if j.red and not j.row.unmeasured and judged(j, old, record).red and not refuted:
-                left.append(j.row.id)
             continue
         changes.append(change)
         if change.new is None:
             del rows[change.id]
         else:
             rows[change.id] = change.new
-    return Baseline(old.lane, made_with(record), rows), changes, left
+    new = Baseline(old.lane, made_with(record), rows)
+    return new, changes, [j.row.id for j in record.judgements if _stays_red(j, new, record, gate)]
+
+
+def _stays_red(j: Judgement, new: Baseline, record: Record, gate: GateFile) -> bool:
+    """Return whether a row is red under the new baseline, too, unless sessions refuted its single reading."""
+    refuted = _settled(gate, j) and j.row.interval is None
+    return j.red and not j.row.unmeasured and not refuted and judged(j, new, record).red
 
 
 def _change(
@@ -73,14 +77,13 @@ def _change(
     settled = _settled(gate, j)
     if settled and row.interval and not then.red and comparable(old.made_with, record.provenance):
         return BaselineChange(row.id, was, new, "other host")
-    if settled and verdict in (Verdict.REGRESSION, Verdict.INCONCLUSIVE):
-        return None  # no slower than the adopted build on the same machine
-    if verdict is Verdict.WIN and (not _confirmed(gate, j) or (settled and _better_in_both(gate, j))):
-        return None  # a lucky reading, or a fast machine, would make later runs of the same build red
-    accept = verdict is Verdict.WIN or (
-        verdict is Verdict.CHANGED and row.per_build and _other_build(old, record)
-    )
-    accept = accept or (verdict is Verdict.REGRESSION and row.id in _of_faster_peers(gate))
+    if verdict is Verdict.WIN:
+        # A lucky reading, or a fast machine, would make later runs of the same build red.
+        accept = _confirmed(gate, j) and not (settled and _better_in_both(gate, j))
+    elif verdict is Verdict.CHANGED:
+        accept = row.per_build and _other_build(old, record)
+    else:  # a time that is no slower than the adopted build's on the same machine keeps its reviewed value
+        accept = verdict is Verdict.REGRESSION and not settled and row.id in _of_faster_peers(gate)
     if accept:
         return BaselineChange(row.id, was, new, verdict.value.lower())
     if new.values.keys() != was.values.keys():

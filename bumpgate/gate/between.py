@@ -35,6 +35,8 @@ PER_BUILD_FACTOR = 1.25
 # kernel's first call 62 %).
 TIMES = {"ms": 1.05, "us": 1.05, "ns": 1.05, "s": 1.4, "fraction": 1.07, "ratio": 1.1}
 RATE = re.compile(r".+/s|tokens")
+# Units of times and rates that a slow machine makes worse.
+ABSOLUTE = re.compile(r"s|ms|us|ns|.+/s")
 # A time with a bound that the test derived is mostly far below it, and is measured next to other tests.
 BOUNDED_FACTOR = 2.0
 
@@ -94,14 +96,15 @@ def looks_slower(good: Judgement, bad: Judgement) -> bool:
 
 
 def slow_in_both(good: Judgement, bad: Judgement, *, paired: bool) -> bool:
-    """Whether a time misses its limit on both sides, and is not worse on the candidate: the machine is slow.
+    """Whether a time or rate misses its limit on both sides, and is not worse on the candidate: the machine is slow.
 
     Both sides ran on that machine, so that they compare with each other. paired: the sessions compare them. Otherwise
-    the candidate's single reading may be worse by as much as readings of one build differ.
+    the candidate's single reading may be worse by as much as readings of one build differ. A slow machine does not
+    explain a ratio of times, a share of a roofline, or any other quotient.
     """
     both = all(j.verdict is Verdict.REGRESSION and is_finite(j.row.value) for j in (good, bad))
     sign = direction(bad.row)
-    if not (both and sign and is_time(bad.row)) or kinds(good.row, bad.row):
+    if not (both and sign and ABSOLUTE.fullmatch(bad.row.unit)) or kinds(good.row, bad.row):
         return False
     assert is_finite(good.row.value)
     assert is_finite(bad.row.value)

@@ -71,7 +71,7 @@ def test_every_environment_has_its_manifest_row(lane: Lane) -> None:
 
 @lanes("cpu")
 def test_every_wheel_smoke_case_is_a_shape_of_the_model(lane: Lane) -> None:
-    """Also of a wheel that the lane gave up, for the day when one fits the adopted torch."""
+    """A wheel that the lane gave up keeps its cases: a later build of it may fit."""
     known = load(PATH)
     adopted = known.adopted("h200")
     assert set(known.smoke) == {wheel.name for wheel in adopted.wheels} | set(adopted.without)

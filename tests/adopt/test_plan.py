@@ -97,6 +97,16 @@ def test_win_moves_a_time_if_the_sessions_confirm_it(
     assert adopted(0.5, (0.45, 0.55), outcome, fastest) == expected
 
 
+def test_time_that_stays_names_the_test_that_reports_it_now() -> None:
+    side = reading(1.5, (1.45, 1.55), "2.14.0")
+    timed = {ID: SimpleNamespace(outcome="SAME", interval=(0.99, 1.01))}
+    gate: Any = SimpleNamespace(good=side, bad=side, timed=timed, findings=())
+    old = replace(OLD, rows={ID: replace(OLD.rows[ID], test="suites/old.py::test_a[cpu]")})
+    new, changes, left = moved_baseline(gate, old, ())
+    assert (new.rows[ID].value, new.rows[ID].test) == (1.0, TEST)
+    assert ([change.why for change in changes], left) == (["test moved"], [ID])
+
+
 def test_win_of_both_sides_does_not_move_a_time() -> None:
     """Their machine is faster than that of the reviewed value."""
     assert adopted(0.5, (0.45, 0.55), "FASTER", 0.9, before=0.6) == (1.0, [], [])

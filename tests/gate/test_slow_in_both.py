@@ -55,6 +55,14 @@ def test_rate_is_compared_in_its_own_direction(bad: float, decision: Decision) -
     assert gate(*rates).decision is decision
 
 
+@pytest.mark.parametrize("metric", ["loss_growth", "warm_over_cold"])
+def test_ratio_is_not_excused_by_a_slow_machine(metric: str) -> None:
+    """A loss that explodes on both sides, a cache that neither side reads."""
+    row = Row(f"throughput/a/{metric}", 334.0, "ratio", 3, "C33", better="derived", at_most=1.5)
+    both = Judgement(row, Verdict.REGRESSION, "")
+    assert labels(gate(both, both)) == [(Decision.UNKNOWN, "RED IN BOTH")]
+
+
 def test_count_that_is_red_in_both_stays_unknown() -> None:
     fields = {"better": "derived", "tolerance": 0.0, "at_most": 3}
     counts = [
