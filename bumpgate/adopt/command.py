@@ -26,6 +26,7 @@ from bumpgate.adopt.measured import (
 )
 from bumpgate.adopt.pins import moved_requirements
 from bumpgate.adopt.plan import moved_baseline
+from bumpgate.adopt.review import gaps
 from bumpgate.adopt.review import reviewed as review_of
 from bumpgate.core import accepted, gate_file, lanes
 from bumpgate.core.baseline import file_text, find_root, load
@@ -92,10 +93,10 @@ def command(
 ) -> None:
     """Make the candidate of a gate the adopted set of its lane: lock, manifest row, requirements, baseline and history.
 
-    The gate must be ADOPT, or HOLD with every blocking finding named by --reviewed or --review with a reason. The
-    work tree must be the one that was gated. If the candidate was an interpreter, the set of --candidate is resolved,
-    and must be what the gate recorded. A kernel wheel of the lane that the candidate lacks is given up by --without.
-    Nothing is committed; `bumpgate rollback LANE --adoption` undoes it.
+    The gate must be ADOPT, or --reviewed or --review must name every finding that holds it, and every time that is
+    undecided after 16 sessions, with a reason. The work tree must be the one that was gated. If the candidate was an
+    interpreter, the set of --candidate is resolved, and must be what the gate recorded. A kernel wheel of the lane that
+    the candidate lacks is given up by --without. Nothing is committed; `bumpgate rollback LANE --adoption` undoes it.
 
     Exit codes: 0 done, 4 refused or bad input and nothing written, 125 the machine or the index failed and nothing
     was written.
@@ -165,9 +166,10 @@ def _gate(path: Path, root: Path, named: Named) -> tuple[GateFile, Binding]:
         raise AdoptionError(
             f"{path}: the gate is not finished: resume it with its command and --resume: {found.command}"
         )
-    if found.decision is Decision.UNKNOWN:
-        gaps = sum(f.decision is Decision.UNKNOWN for f in found.findings)
-        raise AdoptionError(f"{path}: UNKNOWN, with {gaps} gaps in the evidence: close them and gate again")
+    if found.decision is Decision.UNKNOWN and (missing := gaps(found)):
+        raise AdoptionError(
+            f"{path}: UNKNOWN, with {len(missing)} gaps in the evidence: close them and gate again"
+        )
     if found.lane not in (known := lanes.load(root)):
         raise AdoptionError(f"{path}: unknown lane {found.lane!r}; lanes: {', '.join(known)}")
     record = found.bad.record

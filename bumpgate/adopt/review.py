@@ -1,13 +1,18 @@
-"""The review of a gate that holds: which findings are intended, and why."""
+"""The review of a gate that holds: which findings are intended, and why.
+
+A time that the sessions left undecided can be reviewed, too, once they had enough of them: a reviewer who may accept a
+proven change of +39 % may accept one of at most +41 %. The worse end of its interval is kept with the review.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.findings import Decision, Finding
+from bumpgate.core.findings import Decision, Finding, TimedOutcome
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import one_line
 from bumpgate.core.text import is_line
@@ -16,6 +21,8 @@ from bumpgate.history.adoptions import ReviewedFinding
 from bumpgate.run.edits import AdoptionError
 
 TABLE = "reviewed"
+# Sessions after which an undecided time can be reviewed: the fewest that can call a row SLOWER.
+SESSIONS = 16
 
 
 def reviewed(
@@ -23,7 +30,7 @@ def reviewed(
 ) -> tuple[ReviewedFinding, ...]:
     """Return the reviewed rows: those of the options, and those of a file. A row takes the first reason that it has.
 
-    Raises AdoptionError (one line) unless they cover every finding that holds the gate.
+    Raises AdoptionError (one line) unless they cover every finding that holds the gate, and every undecided time.
     """
     if rows and len(reasons) not in (1, len(rows)):
         raise AdoptionError(
@@ -34,7 +41,9 @@ def reviewed(
     if faulty := [reason for reason in reasons if not is_line(reason)]:
         raise AdoptionError(f"--reason must be one line of text in UTF-8, got {faulty[0]!r}")
     blocking = [f for f in gate.findings if f.decision is not Decision.ADOPT]
-    by_row = {row: f for f in blocking for row in f.rows if f.decision is Decision.HOLD}
+    by_row = {
+        row: f for f in blocking for row in f.rows if f.decision is Decision.HOLD or _bounded(gate, f, row)
+    }
     named: dict[str, str] = {}
     each = list(reasons) * (len(rows) if len(reasons) == 1 else 1)
     given = [("--reviewed", glob, reason) for glob, reason in zip(rows, each)]
@@ -43,8 +52,8 @@ def reviewed(
         if not matched:
             raise AdoptionError(f"{where} {glob!r}: no finding that holds this gate has such a row")
         named |= {row: reason.strip() for row in matched if row not in named}
-    if gaps := [f for f in blocking if f.decision is Decision.UNKNOWN]:
-        raise AdoptionError(f"a review does not close gaps in the evidence: {'; '.join(map(_cause, gaps))}")
+    if found := gaps(gate):
+        raise AdoptionError(f"a review does not close gaps in the evidence: {'; '.join(found)}")
     if failed := [f for f in blocking if not f.rows]:
         raise AdoptionError(f"a failed test cannot be reviewed away: {'; '.join(map(_cause, failed))}")
     if left := [row for row in by_row if row not in named]:
@@ -53,7 +62,35 @@ def reviewed(
             f"not reviewed ({len(left)}): {causes}; name each with --reviewed ROW --reason TEXT,"
             " or all of them in a --review FILE"
         )
-    return tuple(ReviewedFinding(row, _cause(by_row[row]), reason) for row, reason in named.items())
+    return tuple(
+        ReviewedFinding(row, _cause(by_row[row]) + _at_most(gate, by_row[row], row), reason)
+        for row, reason in named.items()
+    )
+
+
+def gaps(gate: GateFile) -> list[str]:
+    """Return the causes of the gaps in the evidence that no review can close; a time with too few sessions is one."""
+    found = []
+    for f in gate.findings:
+        few = [row for row in f.rows if not _bounded(gate, f, row)]
+        if f.decision is not Decision.UNKNOWN or (f.rows and not few):
+            continue
+        undecided = f.label == TimedOutcome.INCONCLUSIVE.value and few
+        more = f" ({few[0]}: fewer than {SESSIONS} sessions, continue with --resume)" if undecided else ""
+        found.append(_cause(f) + more)
+    return found
+
+
+def _bounded(gate: GateFile, f: Finding, row: str) -> bool:
+    """Return whether the finding is an undecided time whose interval comes from enough sessions."""
+    if f.decision is not Decision.UNKNOWN or f.label != TimedOutcome.INCONCLUSIVE.value:
+        return False
+    timed = gate.timed.get(row)
+    return timed is not None and timed.sessions >= SESSIONS and math.isfinite(timed.interval[1])
+
+
+def _at_most(gate: GateFile, f: Finding, row: str) -> str:
+    return f", at most {100 * (gate.timed[row].interval[1] - 1):+.1f} %" if _bounded(gate, f, row) else ""
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, str, str]]:

@@ -32,7 +32,7 @@ from bumpgate.gate.result import NAME, Gate, GateError
 from bumpgate.gate.sequential import summarise
 from bumpgate.gate.sides import ROUNDS, TITLES, EnvSpec, side_name
 from bumpgate.gate.timed import Sessions, timed_rows
-from bumpgate.gate.timed_findings import unequal_losses
+from bumpgate.gate.timed_findings import of_adopted_alone, unequal_losses
 from bumpgate.gate.timed_runs import TimedRuns
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.gate.view import View
@@ -309,8 +309,9 @@ class GateRunner:
     def judge(self) -> None:
         """Compute the decision and its findings from all measurements."""
         gate, lane, sides = self.gate, self.gate.config.lane, self._sides()
+        alone: list[Problem] = []
         if gate.paired:
-            sides |= {name: _with_faults(sides[name], gate.paired.problems(name)) for name in ("good", "bad")}
+            alone = _add_faults(sides, gate.paired)
             gate.timed = summarise(gate.paired.log_ratios, self.plan, gate.paired.family)
         drifted = gate.drifted.log_ratios if gate.drifted else {}
         acceptances = accepted.load(self.root / "baselines" / accepted.FILE)
@@ -324,7 +325,7 @@ class GateRunner:
             *tree_gap(gate, self.tree()),
             *left_out(gate, self.record("bad")),
         ]
-        findings = group([*verdict.findings, *lost, *gaps])
+        findings = group([*verdict.findings, *of_adopted_alone(lane, alone), *lost, *gaps])
         gate.decision = findings[0].decision if findings else verdict.decision
         gate.findings = tuple(self._with_interpreter(f) for f in findings)
         gate.accepted = tuple(lines)
@@ -427,8 +428,16 @@ def other_packages(name: str, then: Mapping[str, str], now: Mapping[str, str]) -
     return GateError(f"the {TITLES[name]} packages differ from before ({what}): gate again, in another --out")
 
 
-def _with_faults(side: Side, problems: Sequence[Problem]) -> Side:
-    """Return the side with the problems of its timed processes added to its record."""
+def _add_faults(sides: dict[str, Side], sessions: Sessions) -> list[Problem]:
+    """Add the problems of the timed processes to both sides' records; return those that only the adopted side had."""
+    bad, faults = _with_problems(sides["bad"], sessions.problems("bad")), sessions.problems("good")
+    of_candidate = {p.test for p in bad.record.problems} if bad.record else set()
+    shared = [p for p in faults if p.test in of_candidate]
+    sides |= {"good": _with_problems(sides["good"], shared), "bad": bad}
+    return [p for p in faults if p not in shared]
+
+
+def _with_problems(side: Side, problems: Sequence[Problem]) -> Side:
     if side.record is None or not problems:
         return side
     return replace(side, record=replace(side.record, problems=(*side.record.problems, *problems)))

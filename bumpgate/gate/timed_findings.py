@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from bumpgate.core.baseline import investigate
 from bumpgate.core.findings import NO_REGRESSION, Decision, Finding, TimedOutcome
+from bumpgate.core.problems import Problem
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.timed import Sessions
@@ -48,6 +50,17 @@ def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
         repro = investigate(lane, test)
         found.append(Finding(Decision.HOLD, "LOST", "", head, rows, (good,), (bad,), repro))
     return found
+
+
+def of_adopted_alone(lane: str, faults: Iterable[Problem]) -> list[Finding]:
+    """Return findings on tests whose timed processes failed on the adopted side alone.
+
+    Such a fault is no evidence against the candidate. What it cost is a reading, and a row with too few is INCONCLUSIVE.
+    """
+    return [
+        Finding(Decision.ADOPT, "PROBLEM", "", p.why, (), (str(p),), (), investigate(lane, p.test), (p.test,))
+        for p in faults
+    ]
 
 
 def of_drift(lane: str, row: str, c: Drift, test: str) -> Finding:

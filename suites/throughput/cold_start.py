@@ -21,7 +21,7 @@ MODEL, LAYERS = "nam52", "M"
 def main(device: str) -> dict[str, object]:
     """Return seconds of the import and the first step, by phase; peak bytes of memory; losses of two steps.
 
-    compiled, loaded: graphs that AOTAutograd's cache did not have, and had.
+    compiled, loaded: graphs that AOTAutograd's cache did not have, and had. searches: choices that were benchmarked.
     """
     started = time.process_time()
     import torch
@@ -30,7 +30,7 @@ def main(device: str) -> dict[str, object]:
     from bumpgate.plugin.instruments import cache_counts
     from launch.step import make_optimizer, train_step
     from suites.support.hybrids import token_batch, watched_hybrid
-    from suites.support.instruments import compile_phases, cpu_seconds, peak_memory_bytes
+    from suites.support.instruments import autotune_count, compile_phases, cpu_seconds, peak_memory_bytes
 
     with watched_hybrid(MODEL, "regional", device=device, layer_pattern=LAYERS, depth=len(LAYERS)) as hybrid:
         ids = token_batch(hybrid.config, 2, device=device)
@@ -52,6 +52,7 @@ def main(device: str) -> dict[str, object]:
             "graphs": hybrid.report().unique_graphs,
             "compiled": (counts.aot_miss or 0) + (counts.aot_bypass or 0),
             "loaded": counts.aot_hit or 0,
+            "searches": autotune_count(),
             "losses": losses,
             "torch": torch.__version__,
         }

@@ -6,12 +6,17 @@ them with the adopted build's, two processes at once.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from suites.support.lanes import Lane, lanes
 from suites.throughput.starts import cold_start, warm_start
 
 pytestmark = pytest.mark.cold
+
+# Relative difference of two losses whose kernels sum in another order: the resolution of bf16, 2^-8.
+OTHER_ORDER = 2**-8
 
 
 @lanes("cpu", "h200")
@@ -32,9 +37,22 @@ def test_warm_start(lane: Lane, row, exclusive_machine) -> None:
     """A session of a gate that only looks for slow processes repeats this start, which is three times as short."""
     warm = warm_start(lane)
     assert not warm["compiled"], f"the process on a filled cache compiled {warm['compiled']} graphs again"
-    assert warm["losses"] == warm["cold_losses"], "the graphs of the cache compute another loss"
+    _check_losses(warm["losses"], warm["cold_losses"], warm["searches"])
     case = f"throughput/start-{lane.name}"
     shared = {"better": "lower", "paired": True, "witness": warm["loaded"]}
     row(f"{case}/warm_cpu_seconds", warm["cpu_seconds"], unit="s", rule="C18", **shared)
     row(f"{case}/warm_peak_memory_bytes", warm["peak_memory_bytes"], unit="bytes", rule="C18", **shared)
     row(f"{case}/import_cpu_seconds", warm["import_cpu_seconds"], unit="s", rule="C37", **shared)
+
+
+def _check_losses(warm: list[float], cold: list[float], searches: int) -> None:
+    """Check that the cached graphs compute the cold start's losses, bit for bit unless the warm start searched again.
+
+    torch 2.11 to 2.13 repeat a few searches of reductions (the row `reductions_searched_again`), the loss's own kernel
+    among them. Another winner sums in another order.
+    """
+    same = warm == cold
+    if searches and not same:
+        pairs = zip(warm, cold, strict=True)
+        same = all(math.isclose(a, b, rel_tol=OTHER_ORDER) for a, b in pairs)
+    assert same, f"the graphs of the cache compute losses {warm}, cold {cold}; {searches} benchmarks repeated"

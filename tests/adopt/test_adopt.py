@@ -146,6 +146,28 @@ def test_reviewed_finding_is_adopted_and_recorded(tree: AdoptTree) -> None:
     ]
 
 
+def test_undecided_time_is_adopted_with_its_review(tree: AdoptTree) -> None:
+    row = "release/facts/saved_bytes"
+    finding = {
+        "decision": "UNKNOWN",
+        "label": "INCONCLUSIVE",
+        "metric": "saved_bytes",
+        "head": "",
+        "rows": [row],
+    }
+    timed = {"outcome": "INCONCLUSIVE", "ratio": 1.2, "interval": [0.98, 1.4], "sessions": 20}
+
+    def leave_open(raw: dict[str, Any]) -> None:
+        raw["findings"] = [finding | {"good": [], "bad": [], "repro": ""}]
+        raw.update(decision="UNKNOWN", timed={row: timed})
+
+    edit_gate(tree, "9.10.0", leave_open)
+    done = adopt(tree, "9.10.0", "--reviewed", row, "--reason", "few bytes")
+    assert done.code == 0, done.out + done.err
+    line = f"reviewed {row} (INCONCLUSIVE saved_bytes, at most +40.0 %): few bytes"
+    assert line in done.out
+
+
 def test_dry_run_prints_the_diff_and_writes_nothing(tree: AdoptTree) -> None:
     before = tree.files()
     done = adopt(tree, "9.11.0", *REVIEWED, "--dry-run")

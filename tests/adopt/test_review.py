@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from bumpgate.adopt.review import reviewed
 from bumpgate.core.findings import Decision, Finding
+from bumpgate.core.gate_file import Paired
 from bumpgate.run.edits import AdoptionError
 
 GATE: Any = SimpleNamespace(
@@ -91,6 +93,51 @@ def test_faulty_review_file_is_one_line(file: Path, name: str) -> None:
         reasons(file)
     assert words in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def undecided(sessions: int, high: float = 1.414, *more: Finding, timed: bool = True) -> Any:
+    """Return a gate that is UNKNOWN because of one time: +26 % in [+10 %, `high`]."""
+    finding = Finding(Decision.UNKNOWN, "INCONCLUSIVE", "cold_seconds", "", ("start/cold_seconds",))
+    paired = Paired("INCONCLUSIVE", 1.26, (1.10, high), sessions)
+    return SimpleNamespace(findings=(finding, *more), timed={"start/cold_seconds": paired} if timed else {})
+
+
+def test_undecided_time_is_reviewed_with_its_bound() -> None:
+    (found,) = reviewed(undecided(16), ["start/*"], ["a slower AOTAutograd, once a start"])
+    assert (found.row, found.finding) == ("start/cold_seconds", "INCONCLUSIVE cold_seconds, at most +41.4 %")
+    with pytest.raises(AdoptionError, match=r"not reviewed .1.: INCONCLUSIVE start/cold_seconds; name each"):
+        reviewed(undecided(16), (), ())
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        undecided(15),
+        undecided(72, math.inf),
+        undecided(72, math.nan),
+        undecided(72, timed=False),
+        undecided(72, 1.4, Finding(Decision.UNKNOWN, "INFRA", "", "no disk")),
+        undecided(72, 1.4, Finding(Decision.UNKNOWN, "RED IN BOTH", "guards", "", ("compile/a/guards",))),
+    ],
+    ids=["few sessions", "no bound", "no number", "no session", "another gap", "another label"],
+)
+def test_other_gaps_cannot_be_reviewed(gate: Any) -> None:
+    with pytest.raises(
+        AdoptionError, match=r"a review does not close gaps in the evidence|has such a row"
+    ) as caught:
+        reviewed(gate, ["*"], ["noise"])
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_message_for_too_few_sessions_names_the_way_out() -> None:
+    gate = undecided(8)
+    gate.findings += (Finding(Decision.HOLD, "SLOWER", "x", "", ("a/b/x",)),)
+    with pytest.raises(AdoptionError) as caught:
+        reviewed(gate, ["a/b/x"], ["noise"])
+    assert str(caught.value) == (
+        "a review does not close gaps in the evidence: INCONCLUSIVE cold_seconds"
+        " (start/cold_seconds: fewer than 16 sessions, continue with --resume)"
+    )
 
 
 @pytest.mark.parametrize("reason", ["", " ", "two\nlines", b"caf\xe9".decode("utf-8", "surrogateescape")])

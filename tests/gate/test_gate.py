@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.core import gate_file
-from bumpgate.core.findings import Decision, Finding
+from bumpgate.core.findings import NO_REGRESSION, Decision, Finding
 from bumpgate.core.rows import Judgement, Verdict, read_record
 from bumpgate.gate import bench, drift, result, timed_runs
 from bumpgate.gate.plan import SessionPlan
@@ -232,6 +232,32 @@ def test_empty_sessions_end_after_a_limit(machine: Machine, out: Path) -> None:
     assert (gate.paired.started, gate.paired.open_rows()) == (MAX_EMPTY_SESSIONS, [])
     assert labels(gate) == [("HOLD", "LOST"), ("HOLD", "PROBLEM"), ("UNKNOWN", "INCONCLUSIVE")]
     assert gate.findings[1].bad[0] == f"{TIME_TEST}: died of SIGABRT (in 8 timed processes, 8 sessions)"
+
+
+@pytest.mark.parametrize(
+    ("crashing", "decision"),
+    [(("good",), Decision.ADOPT), (("bad",), Decision.HOLD), (("good", "bad"), Decision.UNKNOWN)],
+)
+def test_crash_in_one_session_counts_against_the_candidate_alone(
+    machine: Machine, out: Path, crashing: tuple[str, ...], decision: Decision
+) -> None:
+    """The later sessions decide the row, so a crash of the adopted build alone is shown and leaves no gap."""
+
+    def crash_in_third_session() -> None:
+        sessions = machine.bench.gate.paired if machine.bench else None
+        for name in crashing:
+            machine.sides[name].signal = signal.SIGSEGV if sessions and sessions.started == 2 else 0
+
+    machine.before_process = crash_in_third_session
+    gate = machine.gate(out)
+    assert gate.timed["throughput/b/seconds"].outcome in NO_REGRESSION
+    assert gate.decision is decision, gate.findings
+    problem = next(f for f in gate.findings if f.label == "PROBLEM")
+    assert (problem.decision, bool(problem.good), bool(problem.bad)) == (
+        decision,
+        "good" in crashing,
+        "bad" in crashing,
+    )
 
 
 def test_second_compile_cache_is_filled_once_and_alternates(machine: Machine, out: Path) -> None:
