@@ -13,8 +13,13 @@ from bumpgate.gate.sequential import Timed
 from bumpgate.gate.timed import Sessions
 
 
-def of_sessions(lane: str, row: str, t: Timed, test: str) -> list[Finding]:
-    """Return the finding on a row that sessions measured; empty if it is SAME."""
+def of_sessions(
+    lane: str, row: str, t: Timed, test: str, read_once: tuple[str, str] = ("", "")
+) -> list[Finding]:
+    """Return the finding on a row that sessions measured; empty if it is SAME.
+
+    read_once: value and unit of both sides in the run of the lane; "" if it has none.
+    """
     if t.outcome is TimedOutcome.SAME:
         return []
     red = t.outcome in (TimedOutcome.SLOWER, TimedOutcome.SLOW_MODE)
@@ -25,15 +30,13 @@ def of_sessions(lane: str, row: str, t: Timed, test: str) -> list[Finding]:
         return [Finding(decision, t.outcome.value, "", head, (row,), (), seen, investigate(lane, test))]
     low, high = (f"{100 * (x - 1):+.1f} %" if math.isfinite(x) else "?" for x in t.interval)
     change = f"{100 * (t.ratio - 1):+.1f} % in [{low}, {high}]"
-    bad = f"{row}: {change} after {t.sessions} sessions, adjusted p {t.p:.2g}"
+    good, first = (f"{value} in the run of the lane" if value else "" for value in read_once)
+    change = f"{change} after {t.sessions} sessions, adjusted p {t.p:.2g}"
+    bad = f"{row}: {first}; {change}" if first else f"{row}: {change}"
     if any(t.slow):
         bad += f"; slow processes: {t.slow[0]} of the candidate, {t.slow[1]} of the adopted build"
-    metric = row.rsplit("/", 1)[1]
-    return [
-        Finding(
-            decision, t.outcome.value, metric, "", (row,), (f"{row}: 1",), (bad,), investigate(lane, test)
-        )
-    ]
+    metric, adopted = row.rsplit("/", 1)[1], (f"{row}: {good or 1}",)
+    return [Finding(decision, t.outcome.value, metric, "", (row,), adopted, (bad,), investigate(lane, test))]
 
 
 def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
@@ -55,7 +58,7 @@ def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
 def of_adopted_alone(lane: str, faults: Iterable[Problem]) -> list[Finding]:
     """Return findings on tests whose timed processes failed on the adopted side alone.
 
-    Such a fault is no evidence against the candidate. What it cost is a reading, and a row with too few is INCONCLUSIVE.
+    Such a fault is no evidence against the candidate. It costs a reading, and a row with too few is INCONCLUSIVE.
     """
     return [
         Finding(Decision.ADOPT, "PROBLEM", "", p.why, (), (str(p),), (), investigate(lane, p.test), (p.test,))

@@ -110,11 +110,13 @@ def judge_gate(
     timed, drifts = timed or {}, drifts or {}
     loose = [f for side in (good, bad) for f in _environment(lane, side, side is good)]
     tests: dict[str, str] = {}
+    read_once: dict[str, tuple[str, str]] = {}
     if good.record and bad.record:
         adopted = with_disturbed(good.record, bad.record)
         candidate = with_disturbed(bad.record, good.record)
         before, after = _by_id(adopted), _by_id(candidate)
         tests = {row: j.row.test for row, j in (before | after).items()}
+        read_once = {row: (_read_once(before.get(row)), _read_once(after.get(row))) for row in timed}
         new = _new_rows(adopted, candidate)
         spared = candidate.not_run | skipped_in_both(before, after)
         loose += _not_run_findings(spared)
@@ -134,7 +136,8 @@ def judge_gate(
         if not (before or after.keys() - new or timed):
             head = "no row was selected"
             loose.append(Finding(Decision.UNKNOWN, "NOTHING", "", head, repro=f"pytest -m {lane}"))
-    loose += [f for row, t in sorted(timed.items()) for f in of_sessions(lane, row, t, tests.get(row, ""))]
+    for row, t in sorted(timed.items()):
+        loose += of_sessions(lane, row, t, tests.get(row, ""), read_once.get(row, ("", "")))
     loose += [of_drift(lane, row, c, tests.get(row, "")) for row, c in sorted(drifts.items())]
     findings = group(loose)
     return GateVerdict(findings[0].decision if findings else Decision.ADOPT, findings)
@@ -408,6 +411,11 @@ def _shown(j: Judgement | None, other: Judgement | None) -> tuple[str, ...]:
         review = f" ({', '.join(filter(None, parts))})"
     first = f"{j.row.id}: {_number(j.row.value)} {j.row.unit}{review}"
     return (first, *(one_line(line) for line in _only(j, other)))
+
+
+def _read_once(j: Judgement | None) -> str:
+    """Return value and unit; "" if there is none."""
+    return "" if j is None or _absent(j) else f"{_number(j.row.value)} {j.row.unit}"
 
 
 def _number(value: Value) -> str:
