@@ -20,11 +20,14 @@ from suites.support.absent import not_run
 from suites.support.child import run_json
 from suites.support.comparison import AT_MOST, ratio_row
 from suites.support.gpu_memory import claimed
+from suites.support.idle import wait_for_idle_cores
 from suites.support.lanes import Lane, lanes
 
 # Includes compilation and autotuning; upstream's Mamba-3 tunes for 130 s.
 LONGEST_FIRST_CALL = 20
 SECONDS = 300
+# For the other tests to compile; the longest takes 200 s next to 30 others.
+OTHERS_COMPILE = 240
 
 
 @lanes("h200")
@@ -46,18 +49,19 @@ def test_error(lane: Lane, name: str, row) -> None:
 def test_first_call(lane: Lane, name: str, row, tmp_path: Path) -> None:
     """A user waits for it once; measured in a new process, on an empty Triton cache.
 
-    Other tests compile in parallel, so one that takes too long is called once more, and the faster call counts. The
-    compiled code of op and peer is kept on disk for the timed tests.
+    Other tests compile in parallel, so one that takes too long is called once more when they have finished, and the
+    faster call counts. The compiled code of op and peer is kept on disk for the timed tests.
     """
-    calls = [first_call(name, tmp_path / "once")]
+    calls, when = [first_call(name, tmp_path / "once")], "in parallel with other tests"
     if calls[0]["seconds"] > LONGEST_FIRST_CALL:
+        when += ", then on idle cores" if wait_for_idle_cores(OTHERS_COMPILE) else ", twice"
         calls.append(first_call(name, tmp_path / "again"))
     fastest = min(calls, key=lambda call: call["seconds"])
     row(
         f"kernels/{name}/first_call_seconds", fastest["seconds"], unit="s", witness=fastest["kernels"], rule="C37",
         at_most=LONGEST_FIRST_CALL,
         evidence=[
-            f"{fastest['kernels']} kernels compiled, in parallel with other tests",
+            f"{fastest['kernels']} kernels compiled, {when}",
             *(f"{call['seconds']:.1f} s" for call in calls),
         ],
     )  # fmt: skip
