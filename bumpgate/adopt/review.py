@@ -1,7 +1,7 @@
 """The review of a gate that holds: which findings are intended, and why.
 
 A time that the sessions left undecided can be reviewed, too, once they had enough of them: a reviewer who may accept a
-proven change of +39 % may accept one of at most +41 %. The worse end of its interval is kept with the review.
+proven change of +39 % may accept one that is +41 % at the worse end of its interval. That end is kept with the review.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def reviewed(
             " or all of them in a --review FILE"
         )
     return tuple(
-        ReviewedFinding(row, _cause(by_row[row]) + _at_most(gate, by_row[row], row), reason)
+        ReviewedFinding(row, _cause(by_row[row]) + _worse_end(gate, by_row[row], row), reason)
         for row, reason in named.items()
     )
 
@@ -89,8 +89,8 @@ def _bounded(gate: GateFile, f: Finding, row: str) -> bool:
     return timed is not None and timed.sessions >= SESSIONS and math.isfinite(timed.interval[1])
 
 
-def _at_most(gate: GateFile, f: Finding, row: str) -> str:
-    return f", at most {100 * (gate.timed[row].interval[1] - 1):+.1f} %" if _bounded(gate, f, row) else ""
+def _worse_end(gate: GateFile, f: Finding, row: str) -> str:
+    return f", up to {100 * (gate.timed[row].interval[1] - 1):+.1f} %" if _bounded(gate, f, row) else ""
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, str, str]]:

@@ -164,7 +164,7 @@ def test_undecided_time_is_adopted_with_its_review(tree: AdoptTree) -> None:
     edit_gate(tree, "9.10.0", leave_open)
     done = adopt(tree, "9.10.0", "--reviewed", row, "--reason", "few bytes")
     assert done.code == 0, done.out + done.err
-    line = f"reviewed {row} (INCONCLUSIVE saved_bytes, at most +40.0 %): few bytes"
+    line = f"reviewed {row} (INCONCLUSIVE saved_bytes, up to +40.0 %): few bytes"
     assert line in done.out
 
 

@@ -104,7 +104,7 @@ def undecided(sessions: int, high: float = 1.414, *more: Finding, timed: bool = 
 
 def test_undecided_time_is_reviewed_with_its_bound() -> None:
     (found,) = reviewed(undecided(16), ["start/*"], ["a slower AOTAutograd, once a start"])
-    assert (found.row, found.finding) == ("start/cold_seconds", "INCONCLUSIVE cold_seconds, at most +41.4 %")
+    assert (found.row, found.finding) == ("start/cold_seconds", "INCONCLUSIVE cold_seconds, up to +41.4 %")
     with pytest.raises(AdoptionError, match=r"not reviewed .1.: INCONCLUSIVE start/cold_seconds; name each"):
         reviewed(undecided(16), (), ())
 
