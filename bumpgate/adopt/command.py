@@ -26,7 +26,6 @@ from bumpgate.adopt.measured import (
 )
 from bumpgate.adopt.pins import moved_requirements
 from bumpgate.adopt.plan import moved_baseline
-from bumpgate.adopt.review import gaps
 from bumpgate.adopt.review import reviewed as review_of
 from bumpgate.core import accepted, gate_file, lanes
 from bumpgate.core.baseline import file_text, find_root, load
@@ -166,9 +165,9 @@ def _gate(path: Path, root: Path, named: Named) -> tuple[GateFile, Binding]:
         raise AdoptionError(
             f"{path}: the gate is not finished: resume it with its command and --resume: {found.command}"
         )
-    if found.decision is Decision.UNKNOWN and (missing := gaps(found)):
+    if found.decision is Decision.UNKNOWN and (gaps := found.gaps()):
         raise AdoptionError(
-            f"{path}: UNKNOWN, with {len(missing)} gaps in the evidence: close them and gate again"
+            f"{path}: UNKNOWN, with {len(gaps)} gaps in the evidence: close them and gate again"
         )
     if found.lane not in (known := lanes.load(root)):
         raise AdoptionError(f"{path}: unknown lane {found.lane!r}; lanes: {', '.join(known)}")

@@ -6,13 +6,12 @@ proven change of +39 % may accept one that is +41 % at the worse end of its inte
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.findings import Decision, Finding, TimedOutcome
+from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import one_line
 from bumpgate.core.text import is_line
@@ -21,8 +20,6 @@ from bumpgate.history.adoptions import ReviewedFinding
 from bumpgate.run.edits import AdoptionError
 
 TABLE = "reviewed"
-# Sessions after which an undecided time can be reviewed: the fewest that can call a row SLOWER.
-SESSIONS = 16
 
 
 def reviewed(
@@ -42,7 +39,7 @@ def reviewed(
         raise AdoptionError(f"--reason must be one line of text in UTF-8, got {faulty[0]!r}")
     blocking = [f for f in gate.findings if f.decision is not Decision.ADOPT]
     by_row = {
-        row: f for f in blocking for row in f.rows if f.decision is Decision.HOLD or _bounded(gate, f, row)
+        row: f for f in blocking for row in f.rows if f.decision is Decision.HOLD or gate.bounded(f, row)
     }
     named: dict[str, str] = {}
     each = list(reasons) * (len(rows) if len(reasons) == 1 else 1)
@@ -52,10 +49,10 @@ def reviewed(
         if not matched:
             raise AdoptionError(f"{where} {glob!r}: no finding that holds this gate has such a row")
         named |= {row: reason.strip() for row in matched if row not in named}
-    if found := gaps(gate):
-        raise AdoptionError(f"a review does not close gaps in the evidence: {'; '.join(found)}")
+    if gaps := gate.gaps():
+        raise AdoptionError(f"a review does not close gaps in the evidence: {'; '.join(gaps)}")
     if failed := [f for f in blocking if not f.rows]:
-        raise AdoptionError(f"a failed test cannot be reviewed away: {'; '.join(map(_cause, failed))}")
+        raise AdoptionError(f"a failed test cannot be reviewed away: {'; '.join(f.cause for f in failed)}")
     if left := [row for row in by_row if row not in named]:
         causes = "; ".join(f"{by_row[row].label} {row}" for row in left)
         raise AdoptionError(
@@ -63,34 +60,13 @@ def reviewed(
             " or all of them in a --review FILE"
         )
     return tuple(
-        ReviewedFinding(row, _cause(by_row[row]) + _worse_end(gate, by_row[row], row), reason)
+        ReviewedFinding(row, by_row[row].cause + _worse_end(gate, by_row[row], row), reason)
         for row, reason in named.items()
     )
 
 
-def gaps(gate: GateFile) -> list[str]:
-    """Return the causes of the gaps in the evidence that no review can close; a time with too few sessions is one."""
-    found = []
-    for f in gate.findings:
-        few = [row for row in f.rows if not _bounded(gate, f, row)]
-        if f.decision is not Decision.UNKNOWN or (f.rows and not few):
-            continue
-        undecided = f.label == TimedOutcome.INCONCLUSIVE.value and few
-        more = f" ({few[0]}: fewer than {SESSIONS} sessions, continue with --resume)" if undecided else ""
-        found.append(_cause(f) + more)
-    return found
-
-
-def _bounded(gate: GateFile, f: Finding, row: str) -> bool:
-    """Return whether the finding is an undecided time whose interval comes from enough sessions."""
-    if f.decision is not Decision.UNKNOWN or f.label != TimedOutcome.INCONCLUSIVE.value:
-        return False
-    timed = gate.timed.get(row)
-    return timed is not None and timed.sessions >= SESSIONS and math.isfinite(timed.interval[1])
-
-
 def _worse_end(gate: GateFile, f: Finding, row: str) -> str:
-    return f", up to {100 * (gate.timed[row].interval[1] - 1):+.1f} %" if _bounded(gate, f, row) else ""
+    return f", up to {100 * (gate.timed[row].interval[1] - 1):+.1f} %" if gate.bounded(f, row) else ""
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, str, str]]:
@@ -119,7 +95,3 @@ def _fault(entry: Any) -> str:
     if not isinstance(rows, list) or not rows or not all(isinstance(row, str) for row in rows):
         return f"rows must be a list of row ids or globs, got {rows!r}"
     return "" if is_line(entry["reason"]) else "reason must be one line of text"
-
-
-def _cause(f: Finding) -> str:
-    return " ".join(word for word in (f.label, f.metric, f.head) if word)

@@ -40,9 +40,9 @@ class TimedOutcome(Enum):
     INCONCLUSIVE = "INCONCLUSIVE"
 
 
-# Outcomes that do not hold a candidate.
 # Label of a ratio to another implementation (Row.own) that is worse: the row of the own time judges the candidate.
 PEER = "PEER"
+# Outcomes that do not hold a candidate.
 NO_REGRESSION = (TimedOutcome.SAME, TimedOutcome.NOT_SLOWER, TimedOutcome.FASTER)
 
 
@@ -65,6 +65,12 @@ class Finding:
     bad: tuple[str, ...] = ()
     repro: str = ""
     tests: tuple[str, ...] = ()
+
+    @property
+    def cause(self) -> str:
+        """Return label, metric and head: `CHANGED graph_breaks: gone: a break in attention`."""
+        what = ": ".join(text for text in (self.metric, self.head) if text)
+        return f"{self.label} {what}".strip()
 
 
 def group(loose: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.findings import Decision, Finding
+from bumpgate.core.findings import Decision, Finding, TimedOutcome
 from bumpgate.core.rows import SCHEMA, BumpgateError, Record, is_number, one_line, read_record
 from bumpgate.core.text import loads
+
+# Sessions after which an undecided time can be reviewed: the fewest that can call a row SLOWER.
+REVIEWABLE = 16
 
 
 class GateFileError(BumpgateError):
@@ -74,6 +77,27 @@ class GateFile:
     config: Mapping[str, Any] = field(default_factory=dict)
     binding: Mapping[str, Any] = field(default_factory=dict)
     moved: tuple[str, ...] = ()
+
+    def bounded(self, finding: Finding, row: str) -> bool:
+        """Return whether the finding is an undecided time whose interval comes from enough sessions for a review."""
+        if (finding.decision, finding.label) != (Decision.UNKNOWN, TimedOutcome.INCONCLUSIVE.value):
+            return False
+        timed = self.timed.get(row)
+        return timed is not None and timed.sessions >= REVIEWABLE and math.isfinite(timed.interval[1])
+
+    def gaps(self) -> list[str]:
+        """Return the causes of the gaps in the evidence that no review can close."""
+        found = []
+        for f in self.findings:
+            few = [row for row in f.rows if not self.bounded(f, row)]
+            if f.decision is not Decision.UNKNOWN or (f.rows and not few):
+                continue
+            undecided = f.label == TimedOutcome.INCONCLUSIVE.value and few
+            more = (
+                f" ({few[0]}: fewer than {REVIEWABLE} sessions, continue with --resume)" if undecided else ""
+            )
+            found.append(f.cause + more)
+        return found
 
 
 def read(path: Path) -> Record | GateFile:

@@ -14,7 +14,7 @@ from bumpgate.core.rows import BumpgateError, Record, read_record
 from bumpgate.gate.again import outside_on_one_side
 from bumpgate.gate.timed import timed_rows
 from bumpgate.gate.verdict import Side, judge_gate
-from bumpgate.gate.view import cause, cut
+from bumpgate.gate.view import cut
 
 # Seconds between two looks at the records, which a lane run saves every few seconds.
 LOOK = 10.0
@@ -46,7 +46,7 @@ def first_answer(findings: list[Finding]) -> list[str]:
         return ["first answer: only the times can still hold the candidate"]
     answer = "HOLD, whatever the times are" if holding else "UNKNOWN, unless the times hold the candidate"
     number = f"{len(shown)} finding{'s' * (len(shown) != 1)}"
-    causes = (f"  {cause(f)}; {', '.join(cut(f.rows or f.tests))}" for f in shown)
+    causes = (f"  {f.cause}; {', '.join(cut(f.rows or f.tests))}" for f in shown)
     return [f"first answer: {answer} ({number})", *causes]
 
 
@@ -97,7 +97,7 @@ class Interim:
         found = certain_findings(self.lane, *sides)
         pending = {*outside_on_one_side(good, bad)} if self.again else set()
         holding = (f for f in found if f.decision is Decision.HOLD)
-        causes = {cause(f): f for f in holding if not f.rows or not {*f.rows} <= pending}
+        causes = {f.cause: f for f in holding if not f.rows or not {*f.rows} <= pending}
         new = [text for text in causes if text not in self.shown]
         self.shown |= {*new}
         lines = [f"{at}: HOLD so far: {text}; {', '.join(cut(causes[text].rows))}" for text in new]

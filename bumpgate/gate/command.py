@@ -196,7 +196,7 @@ def command(
     _show(found, place, again)
     if gate.undecided:
         view.say(f"the budget ended before every timed row was decided. Resume with: {_resume_line()}")
-    if found.decision is not Decision.UNKNOWN and not config.selection:
+    if not (found.gaps() or config.selection):
         view.say(f"to adopt it: {_adoption(config, found, place / result.NAME)}")
     raise typer.Exit(found.decision.value)
 

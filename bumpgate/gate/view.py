@@ -58,12 +58,6 @@ def findings_text(findings: Sequence[Finding], console: Console) -> None:
         console.print(_block(f), markup=False, highlight=False, soft_wrap=True)
 
 
-def cause(f: Finding) -> str:
-    """Return a finding's label with its metric and head: `CHANGED graph_breaks: gone: a break in attention`."""
-    what = f"{f.metric}: {f.head}" if f.metric and f.head else f.metric or f.head
-    return f"{f.label} {what}".strip()
-
-
 def cut(lines: Sequence[str]) -> list[str]:
     """Return the first SHOWN_LINES lines, and the count of the others."""
     more = len(lines) - SHOWN_LINES
@@ -71,7 +65,7 @@ def cut(lines: Sequence[str]) -> list[str]:
 
 
 def _block(f: Finding) -> str:
-    lines = [f"{f.decision.name:<8} {cause(f)}"]
+    lines = [f"{f.decision.name:<8} {f.cause}"]
     lines += [f"{'':<8} row {row}" for row in cut(f.rows)]
     lines += [f"{'':<8} adopted:   {line}" for line in cut(f.good)]
     lines += [f"{'':<8} candidate: {line}" for line in cut(f.bad)]
@@ -83,7 +77,7 @@ def _table(findings: Sequence[Finding]) -> Table:
     for title in ("", "cause", "adopted", "candidate"):
         table.add_column(title, overflow="fold", no_wrap=not title)
     for f in findings:
-        what = Text("\n".join([cause(f), *cut(f.rows)]))
+        what = Text("\n".join([f.cause, *cut(f.rows)]))
         if f.repro:
             what.append(f"\n-> {f.repro}", style="dim")
         sides = (Text("\n".join(cut(side))) for side in (f.good, f.bad))

@@ -162,6 +162,9 @@ def test_undecided_time_is_adopted_with_its_review(tree: AdoptTree) -> None:
         raw.update(decision="UNKNOWN", timed={row: timed})
 
     edit_gate(tree, "9.10.0", leave_open)
+    shown = tree.gate("9.10.0", "--resume")
+    assert shown.code == 125, shown.out + shown.err
+    assert "to adopt it: bumpgate adopt 9.10.0/gate.json --reviewed ROW --reason TEXT" in shown.err
     done = adopt(tree, "9.10.0", "--reviewed", row, "--reason", "few bytes")
     assert done.code == 0, done.out + done.err
     line = f"reviewed {row} (INCONCLUSIVE saved_bytes, up to +40.0 %): few bytes"

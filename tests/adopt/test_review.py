@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from bumpgate.adopt.review import reviewed
 from bumpgate.core.findings import Decision, Finding
-from bumpgate.core.gate_file import Paired
+from bumpgate.core.gate_file import GateFile, GateSide, Paired
 from bumpgate.run.edits import AdoptionError
 
-GATE: Any = SimpleNamespace(
-    findings=(
-        Finding(Decision.HOLD, "REGRESSION", "guard_count", "", ("compile/a/guards", "compile/b/guards")),
-        Finding(Decision.HOLD, "CHANGED", "category", "", ("release/facts/category",)),
-        Finding(Decision.ADOPT, "NEW", "", "", ("release/facts/new",)),
-    )
+
+def gate_of(*findings: Finding, timed: Mapping[str, Paired] = {}) -> GateFile:
+    sides = [GateSide(name, None) for name in ("torch 2.11.0", "torch 2.15.0")]
+    return GateFile("h200", Decision.HOLD, "", 0.0, "", *sides, findings, timed, {}, ())
+
+
+GATE = gate_of(
+    Finding(Decision.HOLD, "REGRESSION", "guard_count", "", ("compile/a/guards", "compile/b/guards")),
+    Finding(Decision.HOLD, "CHANGED", "category", "", ("release/facts/category",)),
+    Finding(Decision.ADOPT, "NEW", "", "", ("release/facts/new",)),
 )
 GUARDS = '[[reviewed]]\nrows = ["compile/*/guards"]\nreason = "more guards upstream"\n'
 CATEGORY = '[[reviewed]]\nrows = ["x/y/z", "release/facts/category"]\nreason = "future ones"\n'
@@ -95,11 +98,11 @@ def test_faulty_review_file_is_one_line(file: Path, name: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-def undecided(sessions: int, high: float = 1.414, *more: Finding, timed: bool = True) -> Any:
+def undecided(sessions: int, high: float = 1.414, *more: Finding, timed: bool = True) -> GateFile:
     """Return a gate that is UNKNOWN because of one time: +26 % in [+10 %, `high`]."""
     finding = Finding(Decision.UNKNOWN, "INCONCLUSIVE", "cold_seconds", "", ("start/cold_seconds",))
     paired = Paired("INCONCLUSIVE", 1.26, (1.10, high), sessions)
-    return SimpleNamespace(findings=(finding, *more), timed={"start/cold_seconds": paired} if timed else {})
+    return gate_of(finding, *more, timed={"start/cold_seconds": paired} if timed else {})
 
 
 def test_undecided_time_is_reviewed_with_its_bound() -> None:
@@ -121,7 +124,7 @@ def test_undecided_time_is_reviewed_with_its_bound() -> None:
     ],
     ids=["few sessions", "no bound", "no number", "no session", "another gap", "another label"],
 )
-def test_other_gaps_cannot_be_reviewed(gate: Any) -> None:
+def test_other_gaps_cannot_be_reviewed(gate: GateFile) -> None:
     with pytest.raises(
         AdoptionError, match=r"a review does not close gaps in the evidence|has such a row"
     ) as caught:
@@ -130,8 +133,7 @@ def test_other_gaps_cannot_be_reviewed(gate: Any) -> None:
 
 
 def test_message_for_too_few_sessions_names_the_way_out() -> None:
-    gate = undecided(8)
-    gate.findings += (Finding(Decision.HOLD, "SLOWER", "x", "", ("a/b/x",)),)
+    gate = undecided(8, 1.4, Finding(Decision.HOLD, "SLOWER", "x", "", ("a/b/x",)))
     with pytest.raises(AdoptionError) as caught:
         reviewed(gate, ["a/b/x"], ["noise"])
     assert str(caught.value) == (
