@@ -24,7 +24,10 @@ LINE = 1 << 12  # bytes; a longer line is split
 KEPT = 200  # lines of each child
 GRACE = 5.0  # seconds from the request to stop to the kill
 POLL = 0.02
-SETTLE = 0.5  # seconds in which further failures are collected after the first
+SETTLE = 2.0  # seconds in which a failure of another child can still be found to be the cause of the first
+# A rank that loses another one ends by an exception or is aborted by C++ (a thread of gloo, NCCL's watchdog). The
+# likeliest cause is a child with any other end, then one that was aborted.
+ABORTED, RAISED_CODE = -signal.SIGABRT, 1
 # A warning of torch's C++, which may follow the program's last line: NCCL's at an exit without a destroyed group.
 WARNED = re.compile(r"(\[rank\d+\]:)?\[W\d{4} ")
 # The last line of a Python traceback; the output of a C++ abort after it is less informative.
@@ -70,8 +73,8 @@ def run(
 
     Every line is written to `log` at once, prefixed with its child's tag ("[rank0]: "); KEPT lines per child stay in
     memory. The first child that fails stops the others, so its error does not wait for their timeouts; of several that
-    fail within SETTLE, the one that was killed or has another code than 1 is the cause. All processes that a child
-    started are ended before this call returns. check: what is wrong with the children as a whole, "" for nothing.
+    fail within SETTLE, one that did not just lose another (exit code 1, SIGABRT) is the cause. All processes that a
+    child started are ended before this call returns. check: what is wrong with the children as a whole, "" for nothing.
     Raises ChildError.
     """
     with ExitStack() as stack:
@@ -94,17 +97,22 @@ def run(
 def _failure(running: Sequence[_Running], codes: dict[_Running, int | None]) -> ChildError:
     """Return the error of the child that failed first, or of one that is its cause.
 
-    A rank that loses another one ends with an error too, sometimes before the other has been seen to end.
+    A rank that loses another one fails, too, sometimes before the other has been seen to end.
     """
     failed = [one for one, code in codes.items() if code]
-    end = time.monotonic() + (SETTLE if len(running) > 1 else 0)
-    while len(failed) < len(running) and time.monotonic() < end:
+    end = time.monotonic() + SETTLE
+    while all(map(_lost_another, failed)) and len(failed) < len(running) and time.monotonic() < end:
         time.sleep(POLL)
         failed += [one for one in running if one not in failed and one.poll()]
-    cause = next((one for one in failed if one.poll() != 1), failed[0])
+    cause = min(failed, key=lambda one: (_lost_another(one), one.poll() == RAISED_CODE))
     code = cause.poll() or 0
     how = f"exit {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
     return ChildError(cause.name, code, how, cause.read_to_end())
+
+
+def _lost_another(one: _Running) -> bool:
+    """Return whether a child ended in a way in which a rank ends that loses another one."""
+    return one.poll() in (ABORTED, RAISED_CODE)
 
 
 class _Running:

@@ -149,14 +149,20 @@ def test_child_failure_is_reported_in_one_line(lane: Lane) -> None:
 
 @lanes("cpu")
 def test_cause_among_failed_ranks_is_reported(lane: Lane) -> None:
-    """A rank that loses another one ends with 1 as well, before it or after it."""
-    lost, cause = "raise SystemExit(1)", "raise SystemExit(5)"
-    for first, second, line in ((lost, cause, "b: exit 5"), (cause, lost, "a: exit 5")):
+    """A rank that loses another one ends with 1 or is aborted as well, before it or after it."""
+    lost, aborted, cause = "raise SystemExit(1)", "import os; os.abort()", "raise SystemExit(5)"
+    for first, second, line in (
+        (lost, cause, "b: exit 5"),
+        (cause, lost, "a: exit 5"),
+        (aborted, cause, "b: exit 5"),
+        (lost, aborted, "b: killed by SIGABRT"),
+        (aborted, "import time; time.sleep(1); raise SystemExit(5)", "b: exit 5"),
+    ):
         together = "import time; time.sleep(max(0, float({!r}) - time.time())); "
         start = together.format(str(time.time() + 0.3))
         with pytest.raises(ChildError) as caught:
             run([python("a", start + first), python("b", start + second)], seconds=60)
-        assert str(caught.value).startswith(line)
+        assert str(caught.value).startswith(line), (first, second)
 
 
 @pytest.fixture
