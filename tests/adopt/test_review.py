@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from bumpgate.adopt.review import reviewed
 from bumpgate.core.findings import Decision, Finding
-from bumpgate.core.gate_file import GateFile, GateSide, Paired
+from bumpgate.core.gate_file import GateFile, Paired
 from bumpgate.run.edits import AdoptionError
-
-
-def gate_of(*findings: Finding, timed: Mapping[str, Paired] = {}) -> GateFile:
-    sides = [GateSide(name, None) for name in ("torch 2.11.0", "torch 2.15.0")]
-    return GateFile("h200", Decision.HOLD, "", 0.0, "", *sides, findings, timed, {}, ())
-
+from tests.support.gate_files import gate_of
 
 GATE = gate_of(
     Finding(Decision.HOLD, "REGRESSION", "guard_count", "", ("compile/a/guards", "compile/b/guards")),

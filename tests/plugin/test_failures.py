@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -11,6 +10,7 @@ from bumpgate.adopt.review import reviewed
 from bumpgate.core.rows import Record, Verdict
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.run.edits import AdoptionError
+from tests.support.gate_files import gate_of
 from tests.support.project import GOOD, Project, counted
 
 RED_THEN = """
@@ -54,7 +54,7 @@ def test_failure_after_a_red_row_is_a_problem(
     assert [(p.test, why in p.why) for p in record.problems] == [(TEST_RED, True)] * bool(why)
     judgements = [replace(j, verdict=Verdict.PASS) if j.row.id == RED else j for j in record.judgements]
     good, bad = Side("good", Record(record.provenance, tuple(judgements))), Side("bad", record)
-    gate: Any = judge_gate("cpu", good, bad)
+    gate = gate_of(*judge_gate("cpu", good, bad).findings)
     if not why:
         assert [r.row for r in reviewed(gate, [RED], ["upstream"])] == [RED]
         return
