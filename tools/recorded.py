@@ -1,6 +1,6 @@
 """Sessions of real gates of a build against itself, kept for replay: `python -m tools.recorded gate.json ...`
 
-`--whole` keeps every timed row, in a file of its own; otherwise only those of training steps.
+`--whole` keeps every timed row, in a separate file; otherwise only those of training steps.
 
 A session of two equal builds measures only noise, of any distribution. Resampling with replacement gives any number
 of gates with the noise of a real machine (Efron 1979, "Bootstrap methods").

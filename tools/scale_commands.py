@@ -72,7 +72,7 @@ class Index(Loopback):
 
 @dataclass
 class Project:
-    """A repository with one lane and one test per row, and a home of bumpgate of its own."""
+    """A repository with one lane and one test per row, and a separate $BUMPGATE_HOME."""
 
     root: Path
     seconds: dict[str, float] = field(default_factory=dict)

@@ -112,9 +112,9 @@ def _rebuilt(
 
 
 def lost_rows(gate: GateFile, old: Baseline) -> dict[str, str]:
-    """Return the reviewed rows that the adopted side measured, and the candidate need not, with the reason.
+    """Return row id -> why it is NOT RUN, of the reviewed rows that only the adopted side measured.
 
-    What the machine cannot show is NOT RUN on both sides.
+    A row that the machine cannot show is NOT RUN on both sides, and not included.
     """
     good, bad = (_measured(side.record) for side in (gate.good, gate.bad))
     absent = gate.bad.record.not_run if gate.bad.record else {}

@@ -62,7 +62,7 @@ class MeasuredSet:
 
 
 def check_named(path: Path, gate: GateFile, named: Named) -> None:
-    """Raise AdoptionError (one line) unless the options name the candidate's set exactly if the gate does not."""
+    """Raise AdoptionError (one line) if the gate and the options both name the candidate's set, or neither does."""
     if gate.config.get("python_bad"):
         if not named.candidate:
             torch = gate.bad.packages.get("torch", "X")
@@ -123,7 +123,7 @@ def differences(lock: Lock, packages: Mapping[str, str], known: Collection[str] 
 
 
 def _same(locked: str, installed: str, *, labelled: bool) -> bool:
-    """Return whether two versions are equal. labelled: or the interpreter's is, but for a label that the lock omits."""
+    """Return whether two versions are equal. labelled: the installed one may have a local label that the lock omits."""
     try:
         ours, theirs = Version(locked), Version(installed)
     except InvalidVersion:
@@ -226,9 +226,9 @@ def _known_torch(path: Path, gate: GateFile, lock: Lock, sources: Mapping[Wheel,
 
 
 def _unlocked(path: Path, gate: GateFile, lock: Lock, again: str) -> dict[str, str]:
-    """Return the packages outside of the lock. Raises AdoptionError on one that the adopted side did not have, too.
+    """Return the packages outside of the lock. Raises AdoptionError on one that the adopted side lacked.
 
-    A row may depend on any of them, and the adopted set will have none. What both sides had made no difference.
+    Such a package may have changed a row, and the adopted set will not have it. One that both sides had cannot have.
     """
     have, adopted = canonical(gate.bad.packages), canonical(gate.good.packages)
     found = {n: v for n, v in sorted(have.items()) if n not in lock.versions and n not in OF_IMAGE}

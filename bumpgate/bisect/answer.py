@@ -33,7 +33,7 @@ STYLE = dict.fromkeys(ProbeOutcome, "yellow") | {ProbeOutcome.GOOD: "green", Pro
 class Watcher:
     """Print one line per probe; on a terminal also show the probe in progress.
 
-    live: whether the line of the probe in progress is shown, which a prompt must not share its terminal with.
+    live: show the probe in progress; False if prompts use the same terminal.
     seconds: total time of the probes. last: the reason of the last outcome.
     """
 

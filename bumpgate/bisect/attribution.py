@@ -48,8 +48,8 @@ class PackageChange:
 class Attribution:
     """Result of delta debugging.
 
-    changes: the packages at fault, by name. With them alone the good set is red; without any one part of them it was
-        not seen red.
+    changes: the packages at fault, by name. With them alone the good set is red. With any one part of them removed, no
+        reading was red.
     needed: whether the bad set without these changes was seen green. If not, they explain the bad set only together
         with `others`, or not for certain.
     others: further sets of changes that turn the good set red, each alone.
@@ -207,7 +207,7 @@ class _Readings:
         )
 
     def _settle(self, mixture: Mixture) -> ProbeOutcome:
-        """Read until a verdict is certain enough (Wald's sequential test). SKIP is final; UNKNOWN is, after a few."""
+        """Read until a verdict is certain enough (Wald's sequential test). SKIP is final, and so are a few UNKNOWN."""
         seen = dict.fromkeys(ProbeOutcome, 0)
         while True:
             outcome = self._read(mixture)

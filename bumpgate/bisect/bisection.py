@@ -66,8 +66,8 @@ class Show(Protocol):
 class BisectContext:
     """Dependencies of a bisect. request: from a version to its request. out: the folder of the readings.
 
-    reliable: one reading settles a mixture also under the plan's misread rates, unless the test has contradicted
-    itself: a probe that is a complete sequential test.
+    reliable: a probe is a complete sequential test, so that one reading settles a mixture whatever the plan's misread
+    rates are, unless earlier readings contradicted each other.
     follow: packages that `build` selects to fit the others; no mixture pins them, and none is at fault by itself.
     recall: returns an environment that was built before, where candidates are commits and `build` keeps only one.
     together: groups the packages of the two neighbours that a mixture takes from the same side.

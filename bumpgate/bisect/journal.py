@@ -76,9 +76,9 @@ class Journal:
         self._pending_mixture: Mixture | None = None
 
     def decide(self, hosts: int = 1) -> list[int]:
-        """Return search.next() and write it down, or what an earlier decision has no outcomes of yet.
+        """Return the probes of the last decision that have no outcome yet; without any, save and return search.next().
 
-        hosts: with several, return a batch of as many probes instead; a candidate occurs as often as it is to be read.
+        hosts: if more than one, decide on a batch of that many probes; a candidate occurs once per reading.
         """
         result = self.search.result()
         if result is not None and not (hosts > 1 and result.found and self._pending):

@@ -50,7 +50,7 @@ class Problem:
 
     @property
     def subject(self) -> str:
-        """What the same problem of another run is recognised by: the test, else the kind."""
+        """Key by which the same problem is found in another run: the test, else the kind."""
         return self.test or self.kind.value
 
     def to_json(self) -> dict[str, str]:

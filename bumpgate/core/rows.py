@@ -250,7 +250,7 @@ class Record:
 
     @property
     def not_run(self) -> dict[str, str]:
-        """Return row id -> why the run was not required to report it; its session has judged if that is a problem."""
+        """Return row id -> why the run was not required to report it. Problems of such rows are in `problems`."""
         lines = (str(line).partition(": ") for line in self.provenance.get("not_run", ()))
         return {row: reason for row, _, reason in lines}
 

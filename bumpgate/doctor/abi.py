@@ -97,8 +97,8 @@ def audit_all(wheels: Sequence[Distribution], found: Inventory) -> Iterator[Faul
 def built_on_torch(found: Inventory) -> list[Distribution]:
     """Return the installed distributions, other than torch, with a library that links torch or calls its C++.
 
-    Files that are no libraries are ignored, with a CPU build of torch those for CUDA, which cannot be loaded, and of a
-    package that brings a library for each torch those for another torch. Raises ToolError.
+    Ignored are files that are not libraries; with a CPU build of torch, libraries for CUDA, which it cannot load; and
+    in a package with one library per torch release, those for other releases. Raises ToolError.
     """
     every = [d for first, *_ in found.distributions.values() for d in [first] if d.name != "torch"]
     paths = [str(path) for d in every for path in d.extensions if path.is_file()]

@@ -42,12 +42,12 @@ def copies(key: str, side: str) -> list[dict[str, str]]:
 
 
 def bytecode(key: str, side: str, *, new: bool) -> dict[str, str]:
-    """Return env_vars that keep the bytecode of an interpreter that was passed in next to its compile caches.
+    """Return env_vars that store the bytecode of a user's interpreter in a folder next to its compile caches.
 
-    new: delete what is there. Python recognises changed sources by their time and size alone, and another image may
-    have both at the same path.
+    new: delete the stored bytecode. Python recognises changed sources by their time and size alone, and a source of
+    another image may have the same time, size and path.
 
-    Without it, or with a user's PYTHONDONTWRITEBYTECODE, each process of that side compiles the sources of torch again.
+    Without bytecode, or with PYTHONDONTWRITEBYTECODE, each process of that side compiles the sources of torch again.
     Environments that bumpgate built keep theirs inside (bumpgate.run.runner).
     """
     folder = caches() / f"{key}-{side}" / "bytecode"

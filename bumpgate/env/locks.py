@@ -96,8 +96,8 @@ def parse_lock(name: str, text: str) -> list[tuple[Locked, dict[Wheel, str]]]:
 def pins(path: Path) -> list[str] | None:
     """Return the lines of a requirements file that installs a lock with `--require-hashes`.
 
-    None if it has a file without sha256, or none but a source. Versions are pinned by ===: == also matches a build of
-    the same version with a local label, which an index or a folder may hold too. Raises LockError.
+    None if a file has no sha256, or a package has only a source file. Versions are pinned by ===: == also matches a
+    build of the same version with a local label, which an index or a folder may hold too. Raises LockError.
     """
     lines = []
     for entry in _entries(path):

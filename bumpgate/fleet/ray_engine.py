@@ -1,6 +1,6 @@
 """The engine Ray: hosts are its nodes, features their custom resources, and lost workers its own retries.
 
-Ray's client ends its process when the head of the cluster is lost, so it has a process of its own.
+Ray's client ends its process when the head of the cluster is lost, so it runs in a separate process.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class RayEngine:
 
 
 def _client(pipe: Connection, address: str, patience: float) -> None:
-    """Answer calls until the other end of the pipe is closed. Runs in a process of its own."""
+    """Answer calls until the other end of the pipe is closed. Runs in a separate process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the other process handles it
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 1)
@@ -179,7 +179,7 @@ class _Cluster:
 
 
 def on_worker(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any, str]:
-    """Attempt a call with the host's own number of threads, which Ray replaces by the processors that a task takes."""
+    """Attempt a call with the host's OMP_NUM_THREADS, which Ray sets to the number of processors of the task."""
     parent = Path(f"/proc/{os.getppid()}/environ").read_bytes()
     if b"\0OMP_NUM_THREADS=" in b"\0" + parent:
         return attempt(function, arguments)

@@ -22,7 +22,7 @@ def apply_to_times(
     """Apply acceptances to the times of a gate: an accepted slowdown becomes SAME, accepted drift is dropped.
 
     An entry matches unless the measured interval lies completely above the accepted ratio, so a row that slows
-    further is SLOWER again. drifts: as find_drifts returns them; of a row the last one can be without an entry.
+    further is SLOWER again. drifts: as find_drifts returns them; only the last one of a row can lack an entry.
     The third value has one line for each entry that was used, or that has expired.
     """
     times, lines = dict(timed), list[str]()

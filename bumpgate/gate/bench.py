@@ -375,7 +375,7 @@ class GateRunner:
     def run_calls(
         self, names: Sequence[str], what: str, calls: Sequence[LaneCall], timeout: float | None = None
     ) -> list[LaneRun]:
-        """Run these lanes at once and show whose they are. timeout: wall seconds."""
+        """Run these lanes at once and show which sides they belong to. timeout: wall seconds."""
         with self.view.doing(f"{' and '.join(TITLES[name] for name in names)}: {what}"):
             return run_lanes(calls, timeout)
 

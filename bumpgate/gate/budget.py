@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pace:
-    """Wall seconds of the sessions so far, the largest of each; 0 before the first session.
+    """Wall seconds of a process, the maximum over the sessions so far; 0 before the first session.
 
     mean: of one process, for each of its tests. overhead: of one process outside of its tests: start-up and imports.
     """

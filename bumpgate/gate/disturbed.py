@@ -1,4 +1,4 @@
-"""Rows of tests that the machine stopped on one side: not measured, which is no evidence that the build lost them."""
+"""Rows of tests that a machine failure stopped on one side: they are not measured, but not lost by the build."""
 
 from __future__ import annotations
 

@@ -82,13 +82,13 @@ class Usual:
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[float]]) -> Usual:
-        """Count them in the sessions of each row."""
+        """Count the sessions of these rows, and those with a slow process of the adopted build."""
         kept = list(rows)
         return cls(sum(slow_sessions(row)[1] for row in kept), sum(map(len, kept)))
 
     @property
     def share(self) -> float:
-        """Return a share that the machine's own seldom exceeds: one standard deviation above the observed one."""
+        """Return an upper estimate of the machine's share of slow processes: observed plus one standard deviation."""
         return min(HIGHEST, (self.slow + math.sqrt(self.slow)) / self.readings) if self.slow else 0.0
 
 

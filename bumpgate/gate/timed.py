@@ -66,10 +66,10 @@ Duet = Callable[[Sequence[str], bool], tuple[TimedReading, TimedReading]]
 def timed_rows(good: Record, bad: Record) -> dict[str, str]:
     """Return row id -> node id of the rows to pair.
 
-    These are the rows that both sides timed, or one or none if the machine disturbed the tests, and the times read once
-    that look worse. Of a test that the machine disturbed on both sides, only its times are paired: a count or a size
-    is worse by any amount, and sessions allow a margin. Rows that a side lacks for another reason are left to the
-    comparison of the records.
+    These are the rows that both sides timed, and the times read once that look worse. A side whose test the machine
+    disturbed counts as having timed its rows. If it disturbed both sides, only times are paired: any increase of a
+    count or a size is a regression, and sessions allow a margin. Rows that a side lacks for another reason are left to
+    the comparison of the records.
     """
 
     def measured(record: Record) -> dict[str, Judgement]:
@@ -213,7 +213,7 @@ class Sessions:
 
     @property
     def only_slow_modes_open(self) -> bool:
-        """Whether the open rows are decided but for slow modes, which need more processes and no longer ones."""
+        """Whether the open rows are decided apart from slow modes, which need more processes, not longer ones."""
         if not self.plan or not (rows := self.open_rows()):
             return False
         unwatched = replace(self.plan, rules=tuple(replace(rule, watch=False) for rule in self.plan.rules))

@@ -169,7 +169,7 @@ class Archive:
             ]
 
     def _adoptable(self, lane: str) -> tuple[Any, ...]:
-        """Return the conditions of a gate whose candidate could be adopted: a part of a lane is no ground for that."""
+        """Return the conditions of a gate whose candidate could be adopted; a gate of a part of a lane is not one."""
         gates = self.tables["gates"]
         return gates.c.lane == lane, gates.c.decision == Decision.ADOPT.name, gates.c.whole.is_(True)
 

@@ -73,7 +73,7 @@ class Duet:
 
     @staticmethod
     def cores_at(cores: Sequence[Sequence[int]], now: float) -> Sequence[int]:
-        """Return the one of these sets of cores on which started processes are at a time of the machine's clock."""
+        """Return the set of cores that started processes use at this time of the machine's clock."""
         return cores[round(now / EXCHANGE_SECONDS) % len(cores)]
 
     def exchange(self, value: Any, what: str) -> Any:
@@ -103,7 +103,7 @@ class Duet:
 
 
 def _move(process: int, cores: Sequence[int], halves: Sequence[Sequence[int]]) -> None:
-    """Move every thread of a process to these cores, each to as many as it has of a half; some may end meanwhile.
+    """Move every thread of a process to these cores, each to as many as it uses now; some may end meanwhile.
 
     A thread that a program pinned to the second core of one half is pinned to the second one of the other.
     """

@@ -76,7 +76,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
 
 
 class Function(NamedTuple):
-    """Arguments of a test or fixture; whether it is a fixture of module scope."""
+    """A test or fixture. arguments: names of its arguments. shared: whether it is a fixture of module scope."""
 
     arguments: frozenset[str]
     shared: bool

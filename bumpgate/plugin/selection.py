@@ -108,7 +108,7 @@ def selects_all(config: pytest.Config, lane: str, folders: Collection[str]) -> b
 def leaves_out(config: pytest.Config, lane: str, folders: Collection[str]) -> bool:
     """Whether this command line leaves out tests of the lane below these folders, also tests without a row.
 
-    Of selected paths, the other test files count if the lane's name occurs in them.
+    If it selects paths, each test file outside of them that contains the lane's name counts as left out.
     """
     if _is_narrowed(config, lane):
         return True

@@ -52,8 +52,8 @@ def machine(*, exclusive: bool, patient: bool = False, place: Place | None = Non
 def locked(what: Path, *, exclusive: bool, patient: bool = False) -> Iterator[None]:
     """Hold a lock on `what`, which is any path and need not exist.
 
-    Two locks: an exclusive waiter keeps the gate, so that a stream of shared holders cannot starve it. A patient one
-    lets them pass, if they are known to end.
+    Two locks: a waiter for the exclusive lock holds the entry lock (.gate), so that a stream of shared holders cannot
+    starve it. A patient waiter lets new shared holders in; use it where they are known to end.
     """
     with lock_file(Path(f"{what}.gate")) as gate, lock_file(Path(f"{what}.lock")) as lock:
         if exclusive and patient:

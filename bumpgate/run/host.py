@@ -44,9 +44,9 @@ def cores(process: int = 0) -> int | None:
 
 
 def host_cores() -> int | None:
-    """Return the number of cores of this host's class: those of the bumpgate that started this run on a share of them.
+    """Return the number of cores in this host's class: those that the bumpgate process which started this run may use.
 
-    Without one, those that this process may use.
+    A run that bumpgate did not start has the cores of this process.
     """
     try:
         return cores(int(os.environ.get(PARENT, "0")))

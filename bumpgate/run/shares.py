@@ -129,14 +129,14 @@ def own_cores() -> list[int]:
 
 
 def untimed() -> bool:
-    """Return whether nothing uses the times of this run, which fills compile caches: timed tests need not run alone."""
+    """Return whether this run only fills compile caches: its times are not used, so timed tests need not run alone."""
     return UNTIMED in os.environ
 
 
 def unused(*rows: str) -> bool:
-    """Return whether nothing uses these rows of this run: it fills compile caches, or is a session of other rows.
+    """Return whether these rows of this run are not used: it fills compile caches, or is a session of other rows.
 
-    A test may leave out what it measures for them alone.
+    A test may then skip the measurements that only these rows need.
     """
     return untimed() or (SESSION in os.environ and not {*rows} & _paired(os.environ[SESSION]))
 

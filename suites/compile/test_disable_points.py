@@ -1,4 +1,4 @@
-"""The disable points that the sources name next to the recurrent block, each in a region of its own. Rule C7.
+"""The disable points that the sources name next to the recurrent block, each in a separate region. Rule C7.
 
 With its point a region is two graphs around one break, whatever the hidden code does. Without it, the row says how
 many graphs Dynamo makes of the same calls: more than one is what the point is for, one says that this release no

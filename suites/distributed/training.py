@@ -60,7 +60,7 @@ def trainer(
     bias_rate: float = 0.0,
     **options: Any,
 ) -> Trainer:
-    """Build a trainer of a narrow model; alone: one process, with the batch of all ranks. rows: of a forward."""
+    """Build a trainer of a narrow model. alone: one process with the batch of all ranks. rows: per forward."""
     chosen = LAYOUTS[division]
     source = packed_batches(TokenFile(CORPUS), ROWS * chosen.shares(ranks.world), TOKENS, 0)
     config = preset("nam12", "narrow", layer_pattern=pattern, depth=len(pattern), bias_rate=bias_rate)

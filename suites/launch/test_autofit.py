@@ -114,7 +114,7 @@ def test_step_clears_its_gradients(lane: Lane, rows: int) -> None:
 
 
 def sparse() -> Hybrid:
-    """Like dense(), with sparse attention, whose indexer has a loss of its own."""
+    """Like dense(), with sparse attention, whose indexer has a separate loss."""
     torch.manual_seed(0)
     return Hybrid(sparse_config()).double()
 

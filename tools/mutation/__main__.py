@@ -97,7 +97,7 @@ def work_of(
 ) -> Work:
     """Return the test files that have to notice a mutant, those that name its place first, and how they run.
 
-    covered: what the tests execute. Then only the files whose tests execute the mutated line have to, if there are any.
+    covered: what the tests execute. With it, only files whose tests execute the mutated line are returned, if any do.
     """
     path = mutation.path
     declared = groups([group])[group]

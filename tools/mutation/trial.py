@@ -32,7 +32,7 @@ PASSED, FAILED, TIMED_OUT = 0, 1, -1
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests did about one mutant.
+    """Outcome of one mutant.
 
     killer: the test file that failed, or "". seconds: spent with the mutant in place. left: how many test files that
     depend on the mutated file did not run for lack of time. digests: content hashes of the mutant ("") and of what ran.

@@ -135,7 +135,7 @@ def functional_all_reduce(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 def flight_record(device: str = "cpu") -> bytes:
     """Return torch's flight recorder of this process's collectives, pickled as its analyzer reads it.
 
-    device: "cuda" for NCCL's, which has a recorder of its own.
+    device: "cuda" for NCCL's, which has a separate recorder.
     """
     recorders = torch._C._distributed_c10d
     return recorders._dump_nccl_trace() if device == "cuda" else recorders._dump_fr_trace()
