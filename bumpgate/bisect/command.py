@@ -71,7 +71,7 @@ def command(
     builder: Annotated[
         str,
         typer.Option(
-            help="Bisect the commits of --repository: CMD gets a commit and prints an interpreter's path."
+            help="Bisect the commits of --repository: CMD gets a commit, prints a Python's path; not in a fleet."
         ),
     ] = "",
     repository: Annotated[
@@ -81,7 +81,7 @@ def command(
     environments: Annotated[
         str,
         typer.Option(
-            help="Build nothing: the candidates are the environments DIR/NAME, each with bin/python."
+            help="Build nothing: the candidates are the environments DIR/NAME (bin/python); not in a fleet."
         ),
     ] = "",
     row: Annotated[
@@ -95,7 +95,10 @@ def command(
         str, typer.Option(help="Instead of a bisect: a shell in the environment of this version or night.")
     ] = "",
     interactive: Annotated[
-        bool, typer.Option("--interactive", help="Answer good, bad, skip, retry or back for each version.")
+        bool,
+        typer.Option(
+            "--interactive", help="Answer good, bad, skip, retry or back for each version; not in a fleet."
+        ),
     ] = False,
     compiler: Annotated[
         float | None,

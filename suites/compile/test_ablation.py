@@ -68,7 +68,7 @@ def test_ablation_of_correct_compiler_finds_no_fault(lane: Lane, restored_dynamo
 def test_ablation_exit_code_reports_the_fault(
     lane: Lane, stage: str, code: int, restored_dynamo, monkeypatch, capsys
 ) -> None:
-    """And the batches have two lengths, so that a wrongly reused graph is detected."""
+    """The batches have two lengths, so that a wrongly reused graph is detected."""
     lengths = []
 
     def found(config, batches, *rest) -> AblationResult:

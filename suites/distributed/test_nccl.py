@@ -121,7 +121,7 @@ def test_late_rank_is_waited_for(lane: Lane, results, logs: Path, row) -> None:
 @lanes("h200x2")
 @planted("C23", "the monitor is on, with a short heartbeat, while the watchdog is kept")
 def test_kept_watchdog_does_not_end_a_rank(lane: Lane, results, logs: Path, row) -> None:
-    """Even with a short heartbeat: the contract turns the monitor off until the warm-up has ended."""
+    """The heartbeat is short, but the contract turns the monitor off until the warm-up has ended."""
     ranks = results["stopped"]
     row(
         "distributed/nccl_watchdog/ranks_ended_by_the_monitor",

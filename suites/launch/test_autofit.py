@@ -106,7 +106,7 @@ def test_split_batch_step_equals_full_step(lane: Lane, row) -> None:
 @lanes("cpu")
 @pytest.mark.parametrize("rows", [8, 4])
 def test_step_clears_its_gradients(lane: Lane, rows: int) -> None:
-    """Or the next step would add to them."""
+    """Gradients that are left would be added to those of the next step."""
     model = dense()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     accumulated_step(model, optimizer, batch_of(model), rows, model.config.bos_id)

@@ -37,7 +37,7 @@ def smoke(steps: int, config: HybridConfig = CONFIG, vocab_size: int = 0, **opti
 
 @lanes("cpu")
 def test_each_step_applies_its_rate_to_all_groups(lane: Lane, tmp_path: Path, monkeypatch) -> None:
-    """And the log states the same rate."""
+    """The log states the same rate."""
     run = smoke(4, warmup=2, log=tmp_path / "log.jsonl")
     applied, step = [], run.optimizer.step
 

@@ -119,7 +119,7 @@ def test_broken_values_are_one_line(old: str, new: str, fault: str, tmp_path: Pa
 
 
 def test_rebaseline_adds_and_replaces_one_version() -> None:
-    """Also a version whose code is not worse; reviews of other versions are kept."""
+    """A version whose code is not worse is added as well. Reviews of other versions are kept."""
     old = baseline()
     for triton, changes, why in (("3.9.0", {}, "new triton"), ("3.7.1", {"registers": 254}, "changed")):
         made = row(**changes)

@@ -196,7 +196,7 @@ def test_lost_process_ends_only_its_session() -> None:
 
 
 def test_resumed_gate_fills_the_caches_of_another_machine(calls: Calls, machine: Machine, out: Path) -> None:
-    """Or caches that another work tree filled."""
+    """It also fills caches again that another work tree filled."""
     machine.gate(out, ON_GPU, deadline=0.0)
     calls.at_once.clear()
     for name in ("good", "bad"):

@@ -98,7 +98,7 @@ def another_variable_of_a_source(machine: Machine, monkeypatch: pytest.MonkeyPat
 
 
 def another_acceptance(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or one that has expired since: the kept rows were judged by those that held."""
+    """Change the acceptances. One that has expired since the kept run has the same effect: it judged the kept rows."""
     day = accepted.today()
     (machine.root / "baselines").mkdir(exist_ok=True)
     (machine.root / "baselines" / accepted.FILE).write_text(

@@ -44,6 +44,6 @@ def test_ratio_uses_the_fastest_warm_restart(warm: list[float], begun: int) -> N
     ],
 )
 def test_coldest_reports_a_cache_layer_lost_in_one_process(lost: dict[str, object]) -> None:
-    """Even if the process that lost it was neither the first nor the slowest."""
+    """The process that lost the layer was neither the first nor the slowest."""
     usual = {"counts": WARM, "code": {"a.cubin": 1}, "autotunes": 8}
     assert coldest(usual, [usual, usual | lost, usual]) == usual | lost

@@ -56,7 +56,7 @@ def test_selected_keys_equal_reference(lane: Lane, seed: int, T: int, top_k: int
 
 @lanes("cpu")
 def test_selection_among_many_keys_equals_reference(lane: Lane):
-    """Also checks that the comparison detects a later key among equals."""
+    """The comparison itself is checked, too: it detects a later key among equals."""
     scores = torch.randint(0, 40, (1, 3, 700), generator=torch.Generator().manual_seed(0)).float()
     indices = torch.empty(1, 3, 256, dtype=torch.int32)
     kernel_choice._choice_kernel[(3,)](scores, indices, 700, 256, WIDTH=1024, PLACES=256, num_warps=1)

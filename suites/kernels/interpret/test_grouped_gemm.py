@@ -39,7 +39,7 @@ def test_tma_is_used_only_for_16_bit_whole_chunks(lane: Lane, dtype: str):
     height=st.sampled_from([3, 8, 16]),
 )
 def test_tile_plan_covers_every_row_once(lane: Lane, counts: list[int], spare: int, height: int):
-    """Also if the counts add up to more rows than there are: no row beyond the end is accessed."""
+    """Counts that add up to more rows than there are do not access a row beyond the end."""
     M = max(0, sum(counts) + spare)
     plan, used = kernel._plan(torch.tensor(counts), M, height)
     tiles, rows = used.tolist()
