@@ -134,7 +134,7 @@ def _entry(
             raise BumpgateError(f"--{name} must be one line of text in UTF-8, got {text!r}")
     made = Acceptance(lane, row, None, owner.strip(), reason.strip(), today(), expires)
     record, timed, drifts = _measured(measured)
-    found = record.provenance.get("lane") if record else lane
+    found = measured.lane if isinstance(measured, GateFile) else measured.provenance.get("lane")
     if found != lane:
         raise RefusedError(f"{path.name} is of lane {found!r}, not {lane!r}")
     if row in timed:

@@ -9,6 +9,7 @@ from bumpgate.core.baseline import BUILD, Baseline, comparable, judge
 from bumpgate.core.findings import NO_REGRESSION, PEER
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Judgement, Record, Verdict
+from bumpgate.gate.between import is_time
 from bumpgate.rebaseline import BaselineChange, build_of, judged, made_with, reviewed
 from bumpgate.run.edits import AdoptionError
 
@@ -48,7 +49,8 @@ def moved_baseline(
 def _stays_red(j: Judgement, new: Baseline, record: Record, gate: GateFile) -> bool:
     """Return whether a row is red under the new baseline, too, unless sessions refuted its single reading."""
     refuted = _settled(gate, j) and j.row.interval is None
-    return j.red and not j.row.unmeasured and not refuted and judged(j, new, record).red
+    other_host = j.explains and j.row.interval is not None
+    return (j.red or other_host) and not j.row.unmeasured and not refuted and judged(j, new, record).red
 
 
 def _change(
@@ -79,7 +81,8 @@ def _change(
         return BaselineChange(row.id, was, new, "other host")
     if verdict is Verdict.WIN:
         # A lucky reading, or a fast machine, would make later runs of the same build red.
-        accept = _confirmed(gate, j) and not (settled and _better_in_both(gate, j))
+        once = row.interval is None and gate.timed.get(row.id) is None and is_time(row)
+        accept = _confirmed(gate, j) and not ((settled or once) and _better_in_both(gate, j))
     elif verdict is Verdict.CHANGED:
         accept = row.per_build and _other_build(old, record)
     else:  # a time that is no slower than the adopted build's on the same machine keeps its reviewed value

@@ -38,9 +38,11 @@ def reviewed(
     if faulty := [reason for reason in reasons if not is_line(reason)]:
         raise AdoptionError(f"--reason must be one line of text in UTF-8, got {faulty[0]!r}")
     blocking = [f for f in gate.findings if f.decision is not Decision.ADOPT]
-    by_row = {
-        row: f for f in blocking for row in f.rows if f.decision is Decision.HOLD or gate.bounded(f, row)
-    }
+    by_row: dict[str, list[Finding]] = {}
+    for f in blocking:
+        for row in f.rows:
+            if f.decision is Decision.HOLD or gate.bounded(f, row):
+                by_row.setdefault(row, []).append(f)
     named: dict[str, str] = {}
     each = list(reasons) * (len(rows) if len(reasons) == 1 else 1)
     given = [("--reviewed", glob, reason) for glob, reason in zip(rows, each)]
@@ -54,19 +56,24 @@ def reviewed(
     if failed := [f for f in blocking if not f.rows]:
         raise AdoptionError(f"a failed test cannot be reviewed away: {'; '.join(f.cause for f in failed)}")
     if left := [row for row in by_row if row not in named]:
-        causes = "; ".join(f"{by_row[row].label} {row}" for row in left)
+        causes = "; ".join(f"{f.label} {row}" for row in left for f in by_row[row])
         raise AdoptionError(
             f"not reviewed ({len(left)}): {causes}; name each with --reviewed ROW --reason TEXT,"
             " or all of them in a --review FILE"
         )
     return tuple(
-        ReviewedFinding(row, by_row[row].cause + _worse_end(gate, by_row[row], row), reason)
+        ReviewedFinding(row, "; ".join(f.cause + _worse_end(gate, f, row) for f in by_row[row]), reason)
         for row, reason in named.items()
     )
 
 
 def _worse_end(gate: GateFile, f: Finding, row: str) -> str:
-    return f", up to {100 * (gate.timed[row].interval[1] - 1):+.1f} %" if gate.bounded(f, row) else ""
+    """Return how much slower an undecided time may be: the end of its interval, and slow processes."""
+    if not gate.bounded(f, row):
+        return ""
+    timed = gate.timed[row]
+    slow = f", slow processes: {timed.slow[0]} of {timed.sessions}" if timed.slow[0] > timed.slow[1] else ""
+    return f", up to {100 * (timed.interval[1] - 1):+.1f} %{slow}"
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, str, str]]:

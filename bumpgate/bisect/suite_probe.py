@@ -176,7 +176,8 @@ class SuiteTest:
         before, now = self.reference.get(name), seen.rows.get(name)
         if before is None or now is None or before.unmeasured or now.unmeasured:
             return state
-        if state is not Verdict.PASS and now.better != "code":
+        unread = state is Verdict.INSTRUMENT or before.value is None or now.value is None
+        if state is not Verdict.PASS and (now.better != "code" or unread):
             return state
         return Verdict.REGRESSION if change(before, now) is ValueChange.WORSE else Verdict.PASS
 

@@ -139,7 +139,8 @@ def apply(
     acceptances: from `of_lane`. An accepted row keeps its verdict, so a reader still sees the difference.
     """
     entries = acceptances.get(judgement.row.id, ())
-    if not (entries and judgement.red and judgement.verdict in ACCEPTABLE):
+    differs = judgement.red or judgement.explains
+    if not (entries and differs and judgement.verdict in ACCEPTABLE):
         return judgement
     matching = sorted(
         (a for a in entries if covers(a, judgement.row, baseline)), key=lambda a: a.expires, reverse=True

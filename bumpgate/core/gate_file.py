@@ -43,13 +43,17 @@ class GateSide:
 
 @dataclass(frozen=True)
 class Paired:
-    """One row of the paired sessions: the ratio of times, candidate over adopted, NaN without a session."""
+    """One row of the paired sessions: the ratio of times, candidate over adopted, NaN without a session.
+
+    slow: the slow processes of the candidate, and of the adopted build.
+    """
 
     outcome: str
     ratio: float
     interval: tuple[float, float]
     sessions: int
     log_ratios: tuple[float, ...] = ()
+    slow: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -168,12 +172,14 @@ def _finding(raw: Mapping[str, Any]) -> Finding:
 
 def _paired(raw: Mapping[str, Any]) -> Paired:
     low, high = (_number(x) for x in raw.get("interval") or (None, None))
+    slow, slow_adopted = (int(n) for n in raw.get("slow") or (0, 0))
     return Paired(
         outcome=str(raw["outcome"]),
         ratio=_number(raw.get("ratio")),
         interval=(low, high),
         sessions=int(raw.get("sessions") or 0),
         log_ratios=tuple(_number(x) for x in raw.get("log_ratios") or ()),
+        slow=(slow, slow_adopted),
     )
 
 

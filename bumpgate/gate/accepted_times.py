@@ -44,7 +44,8 @@ def apply_to_times(
                 continue
             lines.append(f"{row} {a.measured}: accepted by {a}")
             if slower:
-                times[row] = replace(times[row], outcome=TimedOutcome.SAME)
+                left = TimedOutcome.SLOW_MODE if times[row].mode else TimedOutcome.SAME
+                times[row] = replace(times[row], outcome=left)
             if drifted.get(row) in crept:
                 del drifted[row]
     return times, drifted, lines

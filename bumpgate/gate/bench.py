@@ -127,10 +127,10 @@ class GateRunner:
                     found = installed(spec.python, self.root, self.gate.config.lane, spec.variables)
                 failure = found.failure
             if found and not failure:
-                if side.packages and side.packages != found.packages:
-                    raise other_packages(name, side.packages, found.packages)
-                if side.packages and side.wheels != spec.wheels:
-                    raise other_packages(name, side.wheels, spec.wheels)
+                then = (side.packages, side.git_version, side.wheels)
+                for was, now in zip(then, (found.packages, found.git_version, spec.wheels)):
+                    if side.packages and was != now:
+                        raise other_packages(name, was, now)
                 side.packages, side.git_version = dict(found.packages), dict(found.git_version)
                 side.wheels = dict(spec.wheels)
             side.name = side_name(TITLES[name], self.gate.config.candidate, side.packages)
@@ -255,6 +255,7 @@ class GateRunner:
             packages=side.packages,
             git_version=side.git_version,
             host=self.gate.host,
+            gpus=[len(s.gpus) for s in self._halves(["good"])[0]],
         )
 
     def _accepted(self) -> list[str]:
@@ -312,6 +313,8 @@ class GateRunner:
         alone: list[Problem] = []
         if gate.paired:
             alone = _add_faults(sides, gate.paired)
+            if gate.drifted:
+                sides["bad"] = _with_problems(sides["bad"], gate.drifted.problems("bad"))
             gate.timed = summarise(gate.paired.log_ratios, self.plan, gate.paired.family)
         drifted = gate.drifted.log_ratios if gate.drifted else {}
         acceptances = accepted.load(self.root / "baselines" / accepted.FILE)
@@ -344,17 +347,11 @@ class GateRunner:
         record: file name, with {} for the side. by_side: env_vars of one side alone.
         """
         more = {WORKERS: str(cpu_workers(len(names)))} if len(names) > 1 else {}
-        calls = [
-            self.call(
-                name,
-                selection,
-                record.format(name),
-                0,
-                {**more, **env_vars, **by_side.get(name, {})},
-                merged(own) if own else None,
-            )
-            for name, own in zip(names, self.shares_of(len(names)))
-        ]
+        calls = []
+        for name, own in zip(names, self._halves(names)):
+            variables = {**more, **env_vars, **by_side.get(name, {})}
+            share = merged(own) if own else None
+            calls.append(self.call(name, selection, record.format(name), 0, variables, share))
         return dict(zip(names, self.run_calls(names, what, calls)))
 
     def call(
@@ -382,6 +379,12 @@ class GateRunner:
     def shares_of(self, number: int) -> list[list[GpuShare]]:
         """Return the shares of the machine for each of `number` lanes that run at once; none if it is not divided."""
         return parts(self.shares, number) if self.shares else [[] for _ in range(number)]
+
+    def _halves(self, names: Sequence[str]) -> list[list[GpuShare]]:
+        """Return each side's part of the machine, the same if it runs alone: of two shares or more its half."""
+        both = ("good", "bad") if len(self.shares) > 1 and {*names} <= {"good", "bad"} else names
+        own = dict(zip(both, self.shares_of(len(both))))
+        return [own[name] for name in names]
 
     def groups(self, names: Sequence[str]) -> list[list[str]]:
         """Group the sides that run at once: all of them on CPU or with a share each, one at a time on one device."""

@@ -17,6 +17,8 @@ from bumpgate.core.rows import Judgement, Row, Verdict, is_finite, same_value
 
 # Values that depend on rounding and on the order of a sum, by name and by unit.
 ERROR = re.compile(r"error|residual|leak|difference")
+# Ratios that are not of times, errors aside: of losses, and of counts.
+UNTIMED = re.compile(r"loss_growth|operators")
 # Of two H200s under one build (baselines/records) 4 of 112 error rows moved, by a factor of 1.83 at most; between torch
 # 2.13.0 and 2.15.0 on the CPU 31 of 55 did, by 1.72 at most. Below a hundredth of its bound an error counts as that
 # hundredth: rounding alone moves an error of 1e-15 by a factor of ten.
@@ -117,6 +119,7 @@ def kinds(good: Row, bad: Row) -> dict[str, tuple[str | bool, str | bool]]:
     pairs = {
         name: (getattr(good, name), getattr(bad, name)) for name in ("work", "unit", "better", "per_build")
     }
+    pairs["timed"] = timed(good), timed(bad)
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -128,7 +131,7 @@ def timed(row: Row) -> bool:
 def is_time(row: Row) -> bool:
     """Whether readings of this row vary with the machine: a time, a rate, or a ratio of times."""
     if row.unit == "ratio":
-        return not ERROR.search(_metric(row))
+        return not (ERROR.search(_metric(row)) or UNTIMED.search(_metric(row)))
     return row.unit in TIMES or RATE.fullmatch(row.unit) is not None
 
 
@@ -148,8 +151,8 @@ def _allowed(row: Row) -> tuple[float, float]:
         return PER_BUILD_FACTOR, 0.0
     if is_time(row):
         return BOUNDED_FACTOR if row.at_most is not None else TIMES.get(row.unit, TIMES["ms"]), 0.0
-    if row.unit == "nats" or ERROR.search(_metric(row)):
-        factor = LOSS_FACTOR if row.unit == "nats" else ERROR_FACTOR
+    if (of_loss := row.unit == "nats" or _metric(row) == "loss_growth") or ERROR.search(_metric(row)):
+        factor = LOSS_FACTOR if of_loss else ERROR_FACTOR
         return factor, OF_BOUND * abs(bound or 0.0)
     if _metric(row) == "guard_count":
         return GUARDS_FACTOR, 0.0

@@ -288,11 +288,11 @@ def _check_packages(gate: Gate, specs: Mapping[str, EnvSpec], root: Path) -> Non
     """Raise GateError if an environment of a finished gate has changed."""
     for name, side in gate.sides.items():
         spec = specs[name]
-        found = (
-            {} if spec.failure else installed(spec.python, root, gate.config.lane, spec.variables).packages
-        )
-        if found != side.packages:
-            raise other_packages(name, side.packages, found)
+        found = None if spec.failure else installed(spec.python, root, gate.config.lane, spec.variables)
+        now = (found.packages, found.git_version) if found else ({}, {})
+        for before, after in zip((side.packages, side.git_version), now):
+            if before != after:
+                raise other_packages(name, before, after)
 
 
 def _keep_locks(specs: Mapping[str, EnvSpec], out: Path) -> None:

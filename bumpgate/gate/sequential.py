@@ -62,6 +62,7 @@ class Timed:
     p: float
     q: float
     slow: tuple[int, int] = (0, 0)
+    mode: bool = False
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ def decide(
     pure function, so a killed gate continues from its stored state. A row needs
     more sessions while it is INCONCLUSIVE and has fewer than `plan.budget`.
     """
-    return {row: outcome for row, (outcome, _) in _judge(sessions, plan, family or Family()).items()}
+    return {row: outcome for row, (outcome, *_) in _judge(sessions, plan, family or Family()).items()}
 
 
 def summarise(
@@ -231,20 +232,22 @@ def summarise(
 ) -> dict[str, Timed]:
     """Return the outcomes of `decide`, with the numbers that a report shows. A row without a session has no number."""
     judged = _judge(sessions, plan, family or Family())
-    likelier = {row: min(1.0, 2 * min(e.slower, e.faster)) for row, (_, e) in judged.items()}
+    likelier = {row: min(1.0, 2 * min(e.slower, e.faster)) for row, (_, e, _) in judged.items()}
     p, q = holm(likelier, shares(sessions, plan)), benjamini_hochberg(likelier)
     out = {}
     for row, values in sessions.items():
         ratio = math.exp(estimate(values)) if values else math.nan
         low, high = (math.exp(x) for x in interval(values, plan))
         slow = slow_sessions(values)
-        out[row] = Timed(judged[row][0], ratio, (low, high), len(values), p[row], q[row], slow)
+        out[row] = Timed(
+            judged[row][0], ratio, (low, high), len(values), p[row], q[row], slow, judged[row][2]
+        )
     return out
 
 
 def _judge(
     sessions: Mapping[str, Sequence[float]], plan: SessionPlan, family: Family
-) -> dict[str, tuple[TimedOutcome, Evidence]]:
+) -> dict[str, tuple[TimedOutcome, Evidence, bool]]:
     share = shares(sessions, plan)
     bias = cache_biases(sessions, plan, family)
     found = {
@@ -266,7 +269,7 @@ def _judge(
         modes = plan.modes.from_share(plan.rule(row).rare)
         mode = slow_mode(sessions[row], modes, of_test[test], usual[test], last)
         seen = plan.rule(row).watch or slow_sessions(sessions[row])[0] > 0
-        out[row] = _outcome(e, slower[row], faster[row], plan, mode, seen), e
+        out[row] = _outcome(e, slower[row], faster[row], plan, mode, seen), e, mode is Mode.FOUND
     return out
 
 

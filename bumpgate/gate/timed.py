@@ -114,7 +114,8 @@ def reading(run: LaneRun, tests: Sequence[str], rows: Collection[str]) -> TimedR
     """Return the reading of a process that ran `tests`. rows: those to pair; a test may leave out its others."""
     judgements = run.record.judgements if run.record else ()
     costs = {j.row.id: c for j in judgements if (c := cost(j)) is not None}
-    rounds = {j.row.id: j.row.series[COST_PER_ROUND] for j in judgements if COST_PER_ROUND in j.row.series}
+    series = {j.row.id: j.row.series.get(COST_PER_ROUND, ()) for j in judgements}
+    rounds = {row: points for row, points in series.items() if points and min(points) > 0}
     faults = {
         j.row.test: j.reason
         for j in judgements

@@ -322,6 +322,9 @@ def _compare(
         both = good.verdict in PRODUCT and bad.verdict in PRODUCT
         return Decision.UNKNOWN, "RED IN BOTH" if both else bad.verdict.value
     if good.red:
+        excused = bad.explains and not bad.accepted
+        if excused and not paired and change(good.row, bad.row) is ValueChange.WORSE:
+            return Decision.HOLD, WORSE
         return (
             (Decision.ADOPT, "FIXED") if good.verdict in PRODUCT else (Decision.UNKNOWN, good.verdict.value)
         )
@@ -331,7 +334,8 @@ def _compare(
     moved = None if paired else change(good.row, bad.row)
     if moved in (None, ValueChange.BETTER):
         return (Decision.ADOPT, Verdict.WIN.value) if moved or won else None
-    reviewed = bad.accepted or good.accepted or (moved is ValueChange.OTHER and bad.row.per_build)
+    by_good = good.accepted and moved is not ValueChange.WORSE
+    reviewed = bad.accepted or by_good or (moved is ValueChange.OTHER and bad.row.per_build)
     label = WORSE if moved is ValueChange.WORSE else Verdict.CHANGED.value
     return (Decision.ADOPT if reviewed else Decision.HOLD), label
 

@@ -19,6 +19,8 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from bumpgate.plugin.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY
+from bumpgate.run.host import gpu_models
+from bumpgate.run.shares import listed
 from launch.data import TokenFile, packed_batches
 from launch.dist.ranks import Ranks
 from launch.train import DTYPES, Trainer, TrainingPlan
@@ -126,9 +128,13 @@ def summary(alone: Mapping[str, list[dict]], several: Mapping[str, list[dict]]) 
 
 
 def report(world: int, row: Callable[..., Any], record_property: Callable[[str, object], None]) -> None:
-    """Report METRICS of `world` GPUs next to one, or that they are not run on a host with fewer GPUs."""
+    """Report METRICS of `world` GPUs next to one, or that they are not run on a host with fewer GPUs.
+
+    The driver counts them, too: a torch that sees fewer of them must fail, not excuse its rows.
+    """
     ids = {name: f"throughput/nam52-full-ddp-{world}_gpus/{name}" for name in METRICS}
-    if reason := missing_gpus(world, torch.cuda.device_count()):
+    present = len(gpu_models() if (named := listed()) is None else named)
+    if reason := missing_gpus(world, max(present, torch.cuda.device_count())):
         record_property(NOT_RUN_PROPERTY, json.dumps([f"{id}: {reason}" for id in ids.values()]))
         record_property(EXCUSED_PROPERTY, "1")
         pytest.skip(f"not run: {reason}")
@@ -183,7 +189,7 @@ def run(device: str, world: int, work: Mapping[str, Any], caches: str) -> dict[s
 
 def missing_gpus(world: int, present: int) -> str:
     """Return why this machine cannot run `world` ranks, or ""."""
-    return "" if present >= world else f"needs {world} GPUs, torch sees {present}"
+    return "" if present >= world else f"needs {world} GPUs, this run has {present}"
 
 
 def table(found: Mapping[int, Mapping[str, float]]) -> list[str]:

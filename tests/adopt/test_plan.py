@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bumpgate.adopt.plan import moved_baseline
-from bumpgate.core.baseline import Baseline, Reviewed, judge
+from bumpgate.core.baseline import Baseline, Reviewed, judge, other_host
 from bumpgate.core.findings import PEER
 from bumpgate.core.gate_file import Paired
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
@@ -184,3 +184,23 @@ def test_reading_that_the_sessions_refuted_is_not_adopted() -> None:
     )
     baseline, changes, left = moved_baseline(gate, Baseline("cpu", {}, {row.id: was}), [])
     assert (baseline.rows[row.id].value, changes, left) == (76.0, [], [])
+
+
+def test_win_of_both_sides_that_was_read_once_does_not_move_a_time() -> None:
+    sides = {"good": reading(0.5, None, "2.13.0"), "bad": reading(0.5, None, "2.14.0")}
+    gate: Any = SimpleNamespace(**sides, timed={}, findings=())
+    new, changes, left = moved_baseline(gate, OLD, ())
+    assert (new.rows[ID].value, changes, left) == (1.0, [], [])
+
+
+def test_time_of_another_host_that_stays_red_is_listed() -> None:
+    """Its interval is wider than the tolerance, and the baseline states the host of the gate afterwards."""
+    facts = {"device": "cpu", "cpu": "B", "cores": "2"}
+    old = replace(OLD, made_with={**OLD.made_with, **facts, "cpu": "A"})
+    side = reading(1.5, (1.2, 1.9), "2.14.0", **facts)
+    (judgement,) = side.record.judgements
+    side.record = replace(side.record, judgements=(other_host(judgement, old.made_with, facts),))
+    timed = {ID: Paired("SAME", 1.0, (0.99, 1.01), 6)}
+    gate: Any = SimpleNamespace(good=side, bad=side, timed=timed, findings=())
+    new, _, left = moved_baseline(gate, old, ())
+    assert (new.made_with["cpu"], left) == ("B", [ID])

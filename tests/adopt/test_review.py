@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,20 @@ def test_faulty_reason_is_one_line(reason: str) -> None:
 def test_missing_review_file_is_one_line(file: Path) -> None:
     with pytest.raises(AdoptionError, match=r"review.toml: cannot be read .No such file"):
         reasons(file)
+
+
+def test_review_of_an_undecided_time_names_its_slow_processes() -> None:
+    """Its interval ends at +0.5 %, and 3 of 20 starts took three times as long."""
+    gate = undecided(20, 1.005)
+    slow = replace(gate.timed["start/cold_seconds"], slow=(3, 0))
+    (found,) = reviewed(replace(gate, timed={"start/cold_seconds": slow}), ["start/*"], ["rare"])
+    assert found.finding == "INCONCLUSIVE cold_seconds, up to +0.5 %, slow processes: 3 of 20"
+
+
+def test_review_names_every_finding_of_a_row() -> None:
+    gate = gate_of(
+        Finding(Decision.HOLD, "SLOWER", "seconds", "", ("a/b/seconds",)),
+        Finding(Decision.HOLD, "LOST", "", "timed processes without a reading", ("a/b/seconds",)),
+    )
+    (found,) = reviewed(gate, ["a/b/seconds"], ["slower on purpose"])
+    assert found.finding == "SLOWER seconds; LOST timed processes without a reading"

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect import suite_probe
-from bumpgate.bisect.probe import ProbeError, Reading, fresh_caches
+from bumpgate.bisect.probe import RECORD, Cause, ProbeError, Reading, fresh_caches
 from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.bisect.suite_probe import Signals, SuiteTest
+from bumpgate.core import code
+from bumpgate.core.baseline import Baseline, judge
 from bumpgate.core.problems import Problem
 from bumpgate.core.rows import Judgement, Row, Verdict, write_record
 from bumpgate.run import runner
@@ -215,3 +217,22 @@ def test_crashed_run_is_a_fault_and_killed_run_is_not(reading: Readings) -> None
     test.learn([reading(row("a", GREEN))], [crashed])
     assert test.deciding == ("the run",)
     assert test.judge(reading(row("a", GREEN))).outcome is ProbeOutcome.GOOD
+
+
+@pytest.mark.parametrize(
+    ("value", "witness"), [(None, 1), (code.text(registers=1, spills=900), 0)], ids=["no value", "no witness"]
+)
+def test_code_that_was_not_read_decides_nothing(tmp_path: Path, value: str | None, witness: int) -> None:
+    def compiled(name: str, counts: str | None, witness: int = 1) -> Reading:
+        (tmp_path / name).mkdir()
+        made = Row("kernels/a/code", counts, "counts", witness, "C6", better="code", test="t.py::code")
+        judgement = judge(made, Baseline("cpu"), failed_instruments={})
+        write_record(tmp_path / name / RECORD, {"lane": "cpu"}, [judgement])
+        return Reading(tmp_path / name, Cause.RAN, 1)
+
+    test = SuiteTest(tmp_path, "cpu", ("t.py::code",), "triton")
+    good, bad = (compiled(f"spills {n}", code.text(registers=200, spills=n)) for n in (0, 800))
+    test.learn([good], [bad])
+    assert test.deciding == ("kernels/a/code",)
+    found = test.judge(compiled("middle", value, witness))
+    assert found.outcome not in (ProbeOutcome.GOOD, ProbeOutcome.BAD)

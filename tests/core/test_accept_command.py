@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from bumpgate import cli
+from bumpgate import accept, cli
 from bumpgate.core import accepted
 from bumpgate.core.baseline import Baseline, Reviewed, judge, save
+from bumpgate.core.errors import RefusedError
 from bumpgate.core.findings import TimedOutcome
+from bumpgate.core.gate_file import Paired
 from bumpgate.core.rows import Record, write_record
 from bumpgate.gate.verdict import Side
 from bumpgate.run.binding import bind, measured_tree
+from tests.support.gate_files import gate_of
 from tests.support.reports import HERE, paired, row, write_gate
 from tests.support.tree import declare_lanes
 
@@ -181,3 +185,11 @@ def test_accept_refuses_to_run_inside_a_gate(
     monkeypatch.setenv("BUMPGATE_GATE", "1")
     code, _, err = run("a/b/n", *WHO, *SOON)
     assert (code, err) == (4, "bumpgate: accept never runs inside a gate (BUMPGATE_GATE=1)\n")
+
+
+def test_gate_of_another_lane_without_its_records_is_refused(tmp_path: Path) -> None:
+    """Only gate.json was copied, so that no record states the lane."""
+    gate = replace(gate_of(), timed={SECONDS: Paired("SLOWER", 1.4, (1.3, 1.5), 16)})
+    tomorrow = accepted.today() + timedelta(1)
+    with pytest.raises(RefusedError, match=r"gate.json is of lane 'h200', not 'cpu'"):
+        accept._entry(tmp_path, tmp_path / "gate.json", gate, SECONDS, "cpu", "ann", "why", tomorrow)

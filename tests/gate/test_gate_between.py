@@ -9,6 +9,7 @@ import pytest
 
 from bumpgate.core.findings import Decision, Finding, TimedOutcome
 from bumpgate.core.rows import Judgement, Record, Row, RowError, Value, Verdict, read_record
+from bumpgate.gate.again import outside_on_one_side
 from bumpgate.gate.between import ValueChange, change
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.timed import cost, timed_rows
@@ -247,3 +248,20 @@ def test_unchanged_pairs_with_noise_are_never_held() -> None:
     for _ in range(100):
         bad = Side("again", replace(good.record, judgements=tuple(map(noisy, good.record.judgements))))
         assert [f for f in judge_gate("cpu", good, bad).findings if f.decision is HOLD] == []
+
+
+@pytest.mark.parametrize("value", [3.0, 1.49])
+def test_losses_that_grow_are_worse_and_not_read_again(value: float) -> None:
+    """Their growth is a ratio, but not of times. Within its bound of 1.5 the candidate may be 25 % worse."""
+    growth = row("loss_growth", 1.0, "ratio", better="derived", at_most=1.5)
+    found = replace(growth, value=value)
+    verdict = Verdict.REGRESSION if value > 1.5 else Verdict.PASS
+    good, bad = judged(growth), replace(judged(found), verdict=verdict)
+    assert not outside_on_one_side(record(good), record(bad))
+    assert findings(good, bad) == [(HOLD, "REGRESSION" if value > 1.5 else "WORSE")]
+    assert findings(good, judged(replace(growth, value=1.2))) == []
+
+
+def test_ratio_of_counts_is_compared_exactly() -> None:
+    share = row("operators_regional_over_whole", 0.01, "ratio", better="derived", at_most=0.1)
+    assert findings(judged(share), judged(replace(share, value=0.015))) == [(HOLD, "WORSE")]

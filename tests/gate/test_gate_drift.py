@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from bumpgate.core.findings import Decision, DriftReading, TimedOutcome
 from bumpgate.gate import drift, result, timed_runs
 from bumpgate.gate.drift import Drift, covers, find_drifts, successive_drifts
 from bumpgate.gate.result import Gate, GateConfig
-from tests.support.gating import TODAY, Machine, labels
+from bumpgate.run.runner import LaneRun
+from suites.support.planted import planted
+from tests.support.gating import TODAY, Behaviour, Machine, labels
 
 WITH_ANCHOR = GateConfig("cpu", candidate="torch", anchor="torch==2.12.0")
 
@@ -191,3 +194,19 @@ def test_accepted_drift_may_be_measured_again_with_noise() -> None:
     entry = acceptance(1.04, TODAY)
     assert ratios(weeks(0.04, 0.048, 0.04), entry) == [4.8]
     assert not covers(entry, Drift(TODAY, TODAY, 1.052))
+
+
+@planted("C39", "a candidate whose processes crash in the sessions with the anchor")
+def test_crash_in_the_sessions_with_the_anchor_holds(machine: Machine, tmp_path: Path) -> None:
+    """The other sessions are complete, so that only the crashes hold the candidate."""
+    original, dead = machine._timed, []
+
+    def timed(name: str, side: Behaviour, record: Path) -> LaneRun:
+        if name == "bad" and machine.bench.gate.drifted is not None and len(dead) < 5:
+            dead.append(name)
+            return original(name, replace(side, signal=11), record)
+        return original(name, side, record)
+
+    machine._timed = timed  # type: ignore[method-assign]
+    found = machine.gate(tmp_path / "gate", WITH_ANCHOR)
+    assert (found.decision, labels(found)) == (Decision.HOLD, [("HOLD", "PROBLEM")])

@@ -18,13 +18,15 @@ import pytest
 
 from bumpgate import cli
 from bumpgate.env.build import BuildError, NotInstallable
+from bumpgate.gate import bench, result
 from bumpgate.gate import command as gate
-from bumpgate.gate import result
 from bumpgate.gate.plan import SessionPlan
-from bumpgate.gate.result import Gate
+from bumpgate.gate.result import Gate, GateConfig
 from bumpgate.gate.sides import EnvSpec, side_name
+from bumpgate.run.runner import Installed
 from suites.support.planted import planted
 from tests.support.gate_tree import COUNTS, TIMED, TIMES_TEST, Tree, wait_for
+from tests.support.gating import Machine
 from tests.support.project import GOOD
 
 pytestmark = pytest.mark.long(40)
@@ -365,3 +367,25 @@ def test_side_is_named_after_the_package_of_the_candidate(candidate: str, expect
     packages = {"torch": "2.9.1", "torch-xla": "2.9.0", "libtpu": "0.0.51"}
     assert side_name("adopted", candidate, packages) == expected
     assert side_name("adopted", candidate, {}) == "adopted"
+
+
+def test_resume_refuses_another_build_of_one_version(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch that is built again from another commit keeps its version, such as 2.15.0a0."""
+    commit = {"torch": "a" * 40}
+    monkeypatch.setattr(bench, "installed", lambda python, *_: Installed({"torch": "2.15.0a0"}, dict(commit)))
+    config = GateConfig("cpu", python_bad="/envs/bad")
+    made = machine.prepare(tmp_path / "gate", config)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(made, "pair", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.run()
+    commit["torch"] = "b" * 40
+    with pytest.raises(
+        result.GateError, match=r"packages differ from before .torch a{40} -> b{40}.: gate again"
+    ):
+        machine.gate(tmp_path / "gate", config)

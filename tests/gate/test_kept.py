@@ -15,6 +15,8 @@ from bumpgate.core.rows import Verdict, read_record
 from bumpgate.gate import bench, kept, result
 from bumpgate.gate.bench import GateRunner
 from bumpgate.run.binding import Binding
+from bumpgate.run.runner import LaneCall, LaneRun
+from bumpgate.run.shares import divide
 from suites.support.planted import planted
 from tests.support.gating import TIME_TEST, Machine, count, gone
 
@@ -192,3 +194,26 @@ def test_oldest_kept_runs_are_deleted(
     for number in range(4):
         runner(machine, tmp_path / str(number), replace(TREE, commit=str(number)))
     assert len(list(kept.folder().glob("*.json"))) == len(list(kept.folder().glob("*.caches"))) == 2
+
+
+def test_candidate_alone_runs_on_its_half_of_the_gpus(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kept run was made on the other half. On all GPUs the candidate would be measured on another machine."""
+    shares = divide(["0", "1", "2", "3"], 2, range(8))
+    prepare, seen = machine.prepare, []
+    monkeypatch.setattr(machine, "prepare", lambda out, **more: prepare(out, shares=shares, **more))
+    run_lane = machine.run_lane
+
+    def run(call: LaneCall, timeout: float | None = None) -> LaneRun:
+        seen.append((call.python.name, call.environment.get("CUDA_VISIBLE_DEVICES")))
+        return run_lane(call, timeout)
+
+    monkeypatch.setattr(machine, "run_lane", run)
+    for out in ("first", "second"):
+        seen.clear()
+        made = runner(machine, tmp_path / out)
+        assert measured_again(machine) == (out == "first")
+        assert ("bad", "2,3") in seen
+        assert ("bad", "0,1,2,3") not in seen
+        assert made.gate.decision is Decision.ADOPT

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from datetime import date
 
 import pytest
 
+from bumpgate.core.accepted import Acceptance
 from bumpgate.core.findings import TimedOutcome
 from bumpgate.gate import command
+from bumpgate.gate.accepted_times import apply_to_times
 from bumpgate.gate.modes import Mode, Modes, Usual, p_lost, slow_mode, slow_sessions
 from bumpgate.gate.plan import Family, SessionPlan, SessionRule, plan_for
-from bumpgate.gate.sequential import decide
+from bumpgate.gate.sequential import decide, summarise
 
 SLOW = math.log(2)
 
@@ -126,3 +129,17 @@ def test_anchor_history_without_adopted_build_is_a_notice(
 def test_modes_with_invalid_error_bounds_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="need 0 < rare"):
         Modes(**fields)
+
+
+def test_accepted_slowdown_does_not_hide_a_slow_mode() -> None:
+    """Every process is 5 % slower, which is accepted; every fourth takes three times as long, which is not."""
+    row, noise = (
+        "throughput/b/seconds",
+        [0.004, -0.003, 0.002, -0.005, 0.001, 0.003, -0.002, 0.0, 0.005, -0.004],
+    )
+    values = [math.log(1.05) + noise[i % 10] + math.log(3) * (i % 4 == 3) for i in range(12)]
+    timed = summarise({row: values}, plan_for(None, "cpu"))
+    assert (timed[row].outcome, timed[row].slow) == (TimedOutcome.SLOWER, (3, 0))
+    entry = Acceptance("cpu", row, None, "ann", "known", date(2026, 1, 1), date(2026, 12, 1), 1.05)
+    times, _, _ = apply_to_times(timed, {}, [entry], "cpu", date(2026, 3, 2))
+    assert times[row].outcome is TimedOutcome.SLOW_MODE

@@ -344,3 +344,17 @@ def test_fill_gives_each_process_similar_times() -> None:
     assert balanced(["d", "c", "b", "a"], known, 2) == [["a"], ["c", "b", "d"]]
     assert balanced(["x", "y", "z"], {}, 2) == [["x", "z"], ["y"]]
     assert balanced(["new", "d"], known, 3) == [["new"], ["d"], []], "a new test takes the mean, 25 s"
+
+
+def test_series_with_a_round_of_no_cost_is_not_used(tmp_path: Path) -> None:
+    """It has no logarithm. The medians of both sides are compared instead."""
+
+    def measured(value: float, points: tuple[float, ...]) -> TimedReading:
+        fields = {"interval": (0.9 * value, 1.1 * value), "series": {"cost_per_round": points}}
+        row = Row(ROWS[0], value, "s", 1, "C37", better="lower", test=TIME_TEST, **fields)  # type: ignore[arg-type]
+        found = Record({"lane": "cpu"}, (Judgement(row, Verdict.PASS, ""),))
+        return reading(LaneRun(0, found, "", 1.0, tmp_path), [TIME_TEST], [ROWS[0]])
+
+    made = Sessions({ROWS[0]: TIME_TEST}, plan_for(None, "cpu"), 72)
+    made.run_duet(lambda tests, flip: (measured(1.0, (1.0, 1.0)), measured(2.0, (1.0, 0.0))))
+    assert made.log_ratios == {ROWS[0]: [pytest.approx(math.log(2))]}

@@ -13,6 +13,7 @@ from bumpgate.plugin.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY
 from suites.distributed import scaling
 from suites.support.child import ROOT
 from suites.support.lanes import LANES
+from suites.support.planted import planted
 
 ALONE = {"step": 1.0, "step_without_exchange": 1.0, "tokens": 100, "peak": 8.0, "compile": 4.0, "timed": 5}
 RANKS = [
@@ -43,7 +44,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, world: int, gpus: int) -> tuple[di
 @pytest.mark.parametrize(("world", "gpus"), [(2, 1), (4, 2), (8, 2), (8, 4)])
 def test_rows_of_absent_gpus_are_not_run(monkeypatch: pytest.MonkeyPatch, world: int, gpus: int) -> None:
     rows, properties = measured(monkeypatch, world, gpus)
-    reason = f"needs {world} GPUs, torch sees {gpus}"
+    reason = f"needs {world} GPUs, this run has {gpus}"
     lines = json.loads(properties[NOT_RUN_PROPERTY])
     assert rows == {}
     assert lines == [f"throughput/nam52-full-ddp-{world}_gpus/{name}: {reason}" for name in scaling.METRICS]
@@ -84,3 +85,16 @@ def test_lane_h200x2_requires_two_gpus_and_judges_throughput() -> None:
     assert {row.rpartition("/")[2] for row in reviewed.rows if row.startswith("throughput/")} == set(
         scaling.REVIEWED
     )
+
+
+@planted("C14", "a torch that sees two of the host's eight GPUs")
+@pytest.mark.parametrize("visible", [None, "0,1,2,3,4,5,6,7"])
+def test_torch_that_sees_fewer_gpus_is_not_excused(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None
+) -> None:
+    """Its rows are measured, which fails there; as NOT RUN they would leave a gate without a comparison."""
+    monkeypatch.setattr(scaling, "gpu_models", lambda: [] if visible else ["H200"] * 8)
+    monkeypatch.setattr(scaling, "listed", lambda: visible.split(",") if visible else None)
+    rows, properties = measured(monkeypatch, 8, 2)
+    assert rows
+    assert properties == {}
