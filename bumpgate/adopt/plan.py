@@ -9,7 +9,7 @@ from bumpgate.core.baseline import BUILD, Baseline, comparable, judge
 from bumpgate.core.findings import NO_REGRESSION, PEER
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Judgement, Record, Verdict
-from bumpgate.gate.between import is_time
+from bumpgate.core.times import is_time
 from bumpgate.rebaseline import BaselineChange, build_of, judged, made_with, reviewed
 from bumpgate.run.edits import AdoptionError
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from bumpgate.core.baseline import violation
 from bumpgate.core.problems import ProblemKind
 from bumpgate.core.rows import Judgement, Record, Verdict, is_finite, read_record, write_record
-from bumpgate.gate.between import direction, is_time, kinds, timed
+from bumpgate.core.times import is_time
+from bumpgate.gate.between import direction, kinds, timed
 from bumpgate.gate.sides import ROUNDS, TITLES
 from bumpgate.gate.timed import MEASURED
 from bumpgate.gate.view import cut

@@ -14,11 +14,8 @@ from bumpgate.core import code
 from bumpgate.core.baseline import violation
 from bumpgate.core.findings import SAME_MARGIN
 from bumpgate.core.rows import Judgement, Row, Verdict, is_finite, same_value
+from bumpgate.core.times import ERROR, TIMES, is_time, metric
 
-# Values that depend on rounding and on the order of a sum, by name and by unit.
-ERROR = re.compile(r"error|residual|leak|difference")
-# Ratios that are not of times, errors aside: of losses, and of counts.
-UNTIMED = re.compile(r"loss_growth|operators")
 # Of two H200s under one build (baselines/records) 4 of 112 error rows moved, by a factor of 1.83 at most; between torch
 # 2.13.0 and 2.15.0 on the CPU 31 of 55 did, by 1.72 at most. Below a hundredth of its bound an error counts as that
 # hundredth: rounding alone moves an error of 1e-15 by a factor of ten.
@@ -32,11 +29,6 @@ BYTES_FACTOR = 1.005
 GUARDS_FACTOR = 1.05
 # Generated code differs between builds for good reasons: 1 to 2 kernels of 200 for each release so far.
 PER_BUILD_FACTOR = 1.25
-# Units of times and rates, and how much worse a single reading must look to be measured again: beyond what two H200s
-# read under one build (ms 2.5 %, fraction 3.4 %, ratios 5.5 %, seconds of a compile next to other tests 31 %, of a
-# kernel's first call 62 %).
-TIMES = {"ms": 1.05, "us": 1.05, "ns": 1.05, "s": 1.4, "fraction": 1.07, "ratio": 1.1}
-RATE = re.compile(r".+/s|tokens")
 # Units of times and rates that a slow machine makes worse.
 ABSOLUTE = re.compile(r"s|ms|us|ns|.+/s")
 # A time with a bound that the test derived is mostly far below it, and is measured next to other tests.
@@ -128,13 +120,6 @@ def timed(row: Row) -> bool:
     return row.interval is not None or (row.paired and row.better != "exact")
 
 
-def is_time(row: Row) -> bool:
-    """Whether readings of this row vary with the machine: a time, a rate, or a ratio of times."""
-    if row.unit == "ratio":
-        return not (ERROR.search(_metric(row)) or UNTIMED.search(_metric(row)))
-    return row.unit in TIMES or RATE.fullmatch(row.unit) is not None
-
-
 def direction(row: Row) -> int:
     """Return 1 if lower is better, -1 if higher is, 0 if neither."""
     if row.better in ("lower", "higher"):
@@ -151,10 +136,10 @@ def _allowed(row: Row) -> tuple[float, float]:
         return PER_BUILD_FACTOR, 0.0
     if is_time(row):
         return BOUNDED_FACTOR if row.at_most is not None else TIMES.get(row.unit, TIMES["ms"]), 0.0
-    if (of_loss := row.unit == "nats" or _metric(row) == "loss_growth") or ERROR.search(_metric(row)):
+    if (of_loss := row.unit == "nats" or metric(row) == "loss_growth") or ERROR.search(metric(row)):
         factor = LOSS_FACTOR if of_loss else ERROR_FACTOR
         return factor, OF_BOUND * abs(bound or 0.0)
-    if _metric(row) == "guard_count":
+    if metric(row) == "guard_count":
         return GUARDS_FACTOR, 0.0
     return BYTES_FACTOR if row.unit == "bytes" else 1.0, 0.0
 
@@ -165,7 +150,3 @@ def _beyond(high: float, low: float, factor: float, floor: float) -> bool:
         return False
     low, high = max(low, floor), max(high, floor)
     return high > low + (factor - 1) * abs(low)
-
-
-def _metric(row: Row) -> str:
-    return row.id.rsplit("/", 1)[1]

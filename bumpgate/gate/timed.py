@@ -17,7 +17,8 @@ from typing import Any
 from bumpgate.core.findings import NO_REGRESSION, TimedOutcome
 from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import COST_PER_ROUND, Judgement, Record, Row, Verdict, is_finite
-from bumpgate.gate.between import direction, is_time, kinds, looks_slower, timed
+from bumpgate.core.times import is_time
+from bumpgate.gate.between import direction, kinds, looks_slower, timed
 from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.modes import p_lost
 from bumpgate.gate.plan import Family, SessionPlan, shares

@@ -27,7 +27,8 @@ from bumpgate.core.findings import (
 from bumpgate.core.outcomes import skipped_in_both
 from bumpgate.core.problems import ProblemKind
 from bumpgate.core.rows import Judgement, Record, Value, Verdict, is_finite, one_line
-from bumpgate.gate.between import ValueChange, change, direction, is_time, kinds, looks_slower, slow_in_both
+from bumpgate.core.times import is_time
+from bumpgate.gate.between import ValueChange, change, direction, kinds, looks_slower, slow_in_both
 from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed

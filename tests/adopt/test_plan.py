@@ -186,7 +186,7 @@ def test_reading_that_the_sessions_refuted_is_not_adopted() -> None:
     assert (baseline.rows[row.id].value, changes, left) == (76.0, [], [])
 
 
-def test_win_of_both_sides_that_was_read_once_does_not_move_a_time() -> None:
+def test_win_of_both_sides_read_once_does_not_move_a_time() -> None:
     sides = {"good": reading(0.5, None, "2.13.0"), "bad": reading(0.5, None, "2.14.0")}
     gate: Any = SimpleNamespace(**sides, timed={}, findings=())
     new, changes, left = moved_baseline(gate, OLD, ())
