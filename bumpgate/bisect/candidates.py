@@ -58,7 +58,7 @@ class Range:
 
 def one(package: str, found: Sequence[FoundVersion], name: str) -> str:
     """Return the version that a version or a date names: the last build on or before that day."""
-    listed = _of_variant(found, _variant(name))
+    listed = _of_variant(found, _variant(name), by_commit=_names_commit(name))
     return listed[_resolve(package, listed, name, later=False)].version
 
 
@@ -82,7 +82,7 @@ def between(
             f"{package}: no version here has a date: name versions, such as --good {found[0].version}"
         )
     variant = _variant(early, late)
-    listed = _of_variant(found, variant)
+    listed = _of_variant(found, variant, by_commit=_names_commit(early, late))
     first, last = _resolve(package, listed, early, later=False), _resolve(package, listed, late, later=True)
     if first == last:
         raise RangeError(f"--good {good} and --bad {bad} are one version, {package} {listed[first].version}")
@@ -128,13 +128,24 @@ def _variant(*ends: str) -> str | None:
     return variants.pop() if variants else None
 
 
-def _of_variant(found: Sequence[FoundVersion], variant: str | None) -> list[FoundVersion]:
-    """Drop other variants of versions that have a build of the requested one (by default the one without a suffix)."""
+def _names_commit(*ends: str) -> bool:
+    """Return whether an endpoint is a build by commit, such as 3.6.0+git1111111."""
+    return any(not DATE.fullmatch(end) and (_version(end).local or "").startswith("git") for end in ends)
+
+
+def _of_variant(
+    found: Sequence[FoundVersion], variant: str | None, *, by_commit: bool = False
+) -> list[FoundVersion]:
+    """Drop other variants of versions that have a build of the requested one (by default the one without a suffix).
+
+    by_commit: keep builds by commit, also of a version that is released.
+    """
     plain = {Version(f.version).public for f in found if Version(f.version).local == variant}
     return [
         f
         for f in found
         if Version(f.version).local == variant
+        or (by_commit and (Version(f.version).local or "").startswith("git"))
         or (Version(f.version).public not in plain and (not variant or not Version(f.version).local))
     ]
 
@@ -164,7 +175,9 @@ def _on(package: str, found: Sequence[FoundVersion], end: str, *, later: bool) -
         day = date.fromisoformat(end)
     except ValueError:
         raise RangeError(f"{end!r} is not a valid date") from None
-    dated = [(f.date, i) for i, f in enumerate(found) if f.date]
+    every = [(f.date, i) for i, f in enumerate(found) if f.date]
+    # A date names no build, so a yanked one is left out, as inside the range.
+    dated = [(d, i) for d, i in every if found[i].yanked is None] or every
     fitting = [(d, i) for d, i in dated if (d >= day if later else d <= day)]
     if fitting:
         return (min if later else max)(fitting)[1]

@@ -404,6 +404,11 @@ def _continue(options: Options, out: Path) -> tuple[Journal | None, Range | None
         other = shlex.join(["bumpgate", "bisect", *state.plan.command])
         raise BisectError(f"{out} holds another bisect: name another --out, or continue it: {other} --resume")
     plan = state.plan
+    if plan.finding and options.finding and plan.finding != options.finding.digest:
+        state.close()
+        raise BisectError(
+            f"{out} is of another finding than {options.gate} has now, which was written again: name another --out"
+        )
     left = "it has its answer" if state.search.result() else state.search.progress()
     typer.echo(f"resuming after {len(state.search.history)} probes: {left}")
     unit = "commit" if options.builder else "version"

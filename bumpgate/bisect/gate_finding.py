@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,6 +47,12 @@ class GateFinding:
     ratios: Mapping[str, float] = field(default_factory=dict)
     sessions: int | None = None
     options: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of what decides: the file may be written again, by another gate of the same candidate."""
+        content = [self.lane, self.nodes, dict(self.tests), dict(self.ratios), self.sessions, self.options]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def versions(self, package: str) -> tuple[str, str]:
         """Return the versions of a package in the adopted and in the candidate environment.

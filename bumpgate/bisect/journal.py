@@ -33,7 +33,10 @@ class JournalExistsError(JournalError):
 
 @dataclass(frozen=True)
 class BisectPlan:
-    """Search plan: the arguments of search.Search, and the command that judges a candidate."""
+    """Search plan: the arguments of search.Search, and the command that judges a candidate.
+
+    finding: digest of what a gate's finding decides by, "" without one: the command only names the gate's file.
+    """
 
     candidates: tuple[str, ...]
     good: str
@@ -45,6 +48,7 @@ class BisectPlan:
     find_fix: bool = False
     budget: int | None = None
     confirm: int = 2
+    finding: str = ""
 
     def search(self) -> Search:
         """Create the search. Raises search.SearchError if the plan is invalid."""

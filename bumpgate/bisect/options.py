@@ -229,6 +229,7 @@ class Options:
             self.find_fix,
             self.budget,
             confirm,
+            self.finding.digest if self.finding else "",
         )
 
     def request(self, root: Path | None) -> Callable[[str], Request]:

@@ -23,7 +23,7 @@ from bumpgate.core.toml import tomllib
 from bumpgate.env.locks import lane_lock, read_lock
 from bumpgate.env.manifest import ManifestRow, load
 from bumpgate.env.store import find
-from bumpgate.env.uv import deciding_settings, local_path
+from bumpgate.env.uv import deciding_files, deciding_settings, local_path
 
 SCHEMA = 1
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -110,6 +110,8 @@ def lane_request(
     forced: tuple[str, ...] = ()
     if candidate is not None:
         chosen = _candidate(candidate)
+        own = (r for r in map(Requirement, requirements) if _same_package(r, chosen))
+        chosen.extras = chosen.extras.union(*(r.extras for r in own))
         exact = chosen.url is not None or _exact(chosen) is not None
         requirements = _with_candidate(root, lane, requirements, chosen)
         if canonicalize_name(chosen.name) != "torch":
@@ -142,15 +144,24 @@ def _with_candidate(
         if other == name or (name == "torch" and other in (*kernels, *OF_TORCH)):
             continue
         if name in pair and other in pair and version:
-            kept.append(f"{other}=={'.'.join(map(str, Version(version).release[:2]))}.*")
+            kept.append(f"{_with_extras(own, other)}=={'.'.join(map(str, Version(version).release[:2]))}.*")
         elif other in kernels:
             stored = [found for w in locked[other].wheels if (found := find(w))] if other in locked else []
-            kept.append(f"{other} @ {stored[0].as_uri()}" if stored else text)
+            kept.append(f"{_with_extras(own, other)} @ {stored[0].as_uri()}" if stored else text)
         elif other in locked and other != "torch" and _exact(own):
-            kept.append(own.name)
+            kept.append(_with_extras(own, own.name))
         else:
             kept.append(text)
     return (str(chosen), *kept)
+
+
+def _same_package(a: Requirement, b: Requirement) -> bool:
+    return canonicalize_name(a.name) == canonicalize_name(b.name)
+
+
+def _with_extras(requirement: Requirement, name: str) -> str:
+    extras = ",".join(sorted(requirement.extras))
+    return f"{name}[{extras}]" if extras else name
 
 
 def _exact(requirement: Requirement) -> str | None:
@@ -331,6 +342,8 @@ def request_key(request: Request, resolved: str | None) -> str:
         content |= {"index": None, "find_links": [], "host": {}, "switches": []}
     else:
         content["folders"] = _folder_stamps(request)
+        if files := deciding_files():
+            content["host_files"] = files
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]
 
 

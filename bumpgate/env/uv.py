@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -34,6 +35,9 @@ DECIDING = (
     *("UV_INDEX_STRATEGY", "UV_EXCLUDE_NEWER", "UV_PRERELEASE", "UV_RESOLUTION", "UV_TORCH_BACKEND"),
     *("UV_CONSTRAINT", "UV_OVERRIDE", "UV_CONFIG_FILE", "UV_NO_CONFIG"),
 )
+
+# Of those, the ones that name files, whose content decides.
+DECIDING_FILES = ("UV_CONSTRAINT", "UV_OVERRIDE", "UV_CONFIG_FILE")
 
 
 class UvError(BumpgateError):
@@ -90,6 +94,23 @@ def deciding_settings(environ: Mapping[str, str] | None = None) -> dict[str, str
     """Return the host's settings that determine what is installed; they are part of an environment's key."""
     settings = host_settings(environ)
     return {name: settings[name] for name in DECIDING if settings.get(name)}
+
+
+def deciding_files(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return path -> sha256 of the files that the deciding settings name; "" for one that cannot be read."""
+    settings = deciding_settings(environ)
+    found = {}
+    for name in DECIDING_FILES:
+        text = settings.get(name, "")
+        for place in [text] if name == "UV_CONFIG_FILE" else text.split():
+            path = local_path(place) if place else None
+            if path is None:
+                continue
+            try:
+                found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+            except OSError:
+                found[str(path)] = ""
+    return found
 
 
 def public_url(url: str) -> str:

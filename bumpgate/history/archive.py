@@ -188,7 +188,13 @@ class Archive:
             for side in (gate.good, gate.bad)
         )
         digest = _digest([gate.lane, gate.decision.name, gate.started, good, bad, sorted(gate.timed)])
-        known = connection.execute(self.sql.select(gates).where(gates.c.digest == digest)).first()
+        query = self.sql.select(gates)
+        known = connection.execute(query.where(gates.c.digest == digest)).first()
+        ratios = [_ratio(0, row, gate) for row in dict.fromkeys((*gate.timed, *gate.readings))]
+        if known and known.package is not None and self._ratios(connection, known.id) != _by_row(ratios):
+            # Resumed since it was added: a later state of the same gate, with more sessions.
+            digest = _digest([digest, ratios])
+            known = connection.execute(query.where(gates.c.digest == digest)).first()
         if known and known.package is not None:
             return int(known.id), False
         remembered = memory.gate_fields(gate)
@@ -200,11 +206,16 @@ class Archive:
         fields |= {"started": _started(gate.started, "gate.json"), "good": good, "bad": bad}
         fields |= remembered
         made = connection.execute(self.sql.insert(gates).values(**fields)).inserted_primary_key[0]
-        ratios = [_ratio(made, row, gate) for row in dict.fromkeys((*gate.timed, *gate.readings))]
         if ratios:
-            connection.execute(self.sql.insert(self.tables["ratios"]), ratios)
+            connection.execute(self.sql.insert(self.tables["ratios"]), [r | {"gate": made} for r in ratios])
         memory.write(self.sql, self.tables, connection, made, gate)
         return int(made), True
+
+    def _ratios(self, connection: Any, gate: int) -> dict[str, dict[str, Any]]:
+        """Return what is stored of the timed rows of a gate, by row."""
+        table = self.tables["ratios"]
+        query = self.sql.select(table).where(table.c.gate == gate)
+        return _by_row([dict(found._mapping) for found in connection.execute(query)])
 
     def _add_record(self, connection: Any, record: Record, name: str) -> tuple[int, bool]:
         """Return the run's number, and whether it is new."""
@@ -339,6 +350,10 @@ def _ratio(gate: int, row: str, found: GateFile) -> dict[str, Any]:
         "drift": _finite(found.readings.get(row)),
         "sessions": t.sessions if t else None,
     }
+
+
+def _by_row(ratios: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {r["row"]: {name: value for name, value in r.items() if name != "gate"} for r in ratios}
 
 
 def _point(found: Any) -> Point:

@@ -85,7 +85,10 @@ def _prepare(archive: Archive, lane: str, bisect: Path | None, keep: bool = True
     tables, sql = archive.tables, archive.sql
     with archive.transaction() as connection:
         stored = {row.topic: row.answer for row in connection.execute(sql.select(tables["topics"]))}
-        answers = dict(stored)
+        # The answer to what is gone does not explain what comes later; only the last message has it.
+        live = {one.topic for one in known if one.topic and not one.gone}
+        answers = {topic: text for topic, text in stored.items() if topic in live}
+        ended = {topic: text for topic, text in stored.items() if topic not in live}
         if raw is not None:
             shown = [one for one in known if not lane or one.lane == lane]
             answers |= dict.fromkeys(sorted(answered(raw, shown)), answer(raw))
@@ -94,12 +97,14 @@ def _prepare(archive: Archive, lane: str, bisect: Path | None, keep: bool = True
             for key, topic in new.items():
                 connection.execute(sql.update(table).where(table.c.key == key).values(topic=topic))
             table = tables["topics"]
+            for topic in ended:
+                connection.execute(sql.delete(table).where(table.c.topic == topic))
             for topic, text in answers.items():
                 if stored.get(topic) != text:
                     connection.execute(sql.delete(table).where(table.c.topic == topic))
                     connection.execute(sql.insert(table).values(topic=topic, answer=text))
     mine = [one for one in known if not lane or one.lane == lane]
-    return messages(mine, answers, channels.secrets())
+    return messages(mine, ended | answers, channels.secrets())
 
 
 def _bisect(path: Path) -> dict[str, Any]:

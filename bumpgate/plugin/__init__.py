@@ -176,9 +176,12 @@ class _LaneRun:
         fault = cache_fault() or (detect(lanes_of(config)[name]) if name else None)
         if fault:
             raise pytest.UsageError(fault)
-        if config.option.gate and config.option.noconftest:
+        cut = config.invocation_params.dir / (config.known_args_namespace.confcutdir or config.rootpath)
+        skips = config.rootpath in cut.parents and (config.rootpath / "conftest.py").is_file()
+        if config.option.gate and (config.option.noconftest or skips):
+            option = "--noconftest" if config.option.noconftest else f"--confcutdir={cut}"
             raise pytest.UsageError(
-                "--noconftest skips the conftest that prepares a lane: leave it out, or leave out --gate"
+                f"{option} skips the conftest that prepares a lane: leave it out, or leave out --gate"
             )
         if config.option.gate and config.option.collectonly:
             raise pytest.UsageError("--collect-only measures nothing: leave it out, or leave out --gate")

@@ -83,6 +83,7 @@ class RowRecorder:
         self._reported = reported
         self._unreported: list[Judgement] = []
         self.failure: BaseException | None = None
+        self.ended = False
 
     def __call__(
         self,
@@ -141,6 +142,8 @@ class RowRecorder:
             work=work,
             own=own,
         )
+        if self.ended:  # no report of its test would carry it
+            raise RowError(f"row {id!r}: reported after {self._item.nodeid} had ended")
         if id in self._reported:
             raise RowError(f"row {id!r}: already reported by {self._reported[id]}")
         self._reported[id] = self._item.nodeid
@@ -284,6 +287,7 @@ def _of_lane(item: pytest.Item, lane: str) -> RowRecorder:
         item.stash[RECORDER] = RowRecorder(
             item, lane_baseline(path, lane), lane_acceptances(path, lane), reported
         )
+    item.stash[RECORDER].ended = False  # a plugin may run a test again
     return item.stash[RECORDER]
 
 
@@ -310,6 +314,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """
     error = call.excinfo.value if call.excinfo else None
     recorder = item.stash.get(RECORDER, None)
+    if recorder and call.when == "teardown":
+        recorder.ended = True
     if error and recorder and error is recorder.failure:
         item.user_properties.append((RED_PROPERTY, call.when))
     machine = isinstance(error, (InfraError, MemoryError))

@@ -105,6 +105,14 @@ def selects_all(config: pytest.Config, lane: str, folders: Collection[str]) -> b
     return not _is_narrowed(config, lane) and not _folders_outside(config, folders)
 
 
+def collects(config: pytest.Config, file: str) -> bool:
+    """Whether this command line collects a test file completely: each of its tests is selected or deselected."""
+    o = config.option
+    if o.ignore or o.ignore_glob or getattr(o, "lf", False) or _other_collection(config):
+        return False
+    return any((config.rootpath / file).resolve().is_relative_to(place) for place in _selected(config))
+
+
 def leaves_out(config: pytest.Config, lane: str, folders: Collection[str]) -> bool:
     """Whether this command line leaves out tests of the lane below these folders, also tests without a row.
 
@@ -140,10 +148,12 @@ def _is_narrowed(config: pytest.Config, lane: str) -> bool:
         o.ignore_glob,
     ]
     narrowed += [getattr(o, name, False) for name in ("lf", "stepwise")]  # of a plugin that -p may block
-    narrowed += [
-        ini for ini in o.override_ini or () if ini.startswith(("testpaths", "python_", "norecursedirs"))
-    ]
-    return any(narrowed)
+    return any(narrowed) or _other_collection(config)
+
+
+def _other_collection(config: pytest.Config) -> bool:
+    options = ("testpaths", "python_", "norecursedirs")
+    return any(ini.startswith(options) for ini in config.option.override_ini or ())
 
 
 def _selected(config: pytest.Config) -> list[Path]:

@@ -25,7 +25,7 @@ from bumpgate.plugin import GREEN, lanes_of, provenance
 from bumpgate.plugin.devices import PJRT_CPU, find
 from bumpgate.plugin.reports import Reports
 from bumpgate.plugin.rows import NO_RULE, ROW_PROPERTY, baseline_path, lane_acceptances
-from bumpgate.plugin.selection import Selection, default_paths, leaves_out, selects_all
+from bumpgate.plugin.selection import Selection, collects, default_paths, leaves_out, selects_all
 from bumpgate.table import part_of_lane, verdict_table
 
 # Seconds between two saves of the rows, and how much of the run's time they may take: 10,000 rows take half a second.
@@ -169,8 +169,9 @@ class LaneSession:
         return unused_margins(lanes_of(self.config)[self.baseline.lane], rows)
 
     def _missing(self, complete: bool) -> list[Judgement]:
-        """Return reviewed rows that this run should have reported: of its tests, or on a full run of all but the tiers.
+        """Return reviewed rows that this run should have reported.
 
+        They are those of its tests, and of tests that are gone from what it collects; on a full run all but the tiers'.
         Empty if no test was collected: that has one cause, and is reported as one problem.
         """
         if not self.selection.collected:
@@ -178,13 +179,35 @@ class LaneSession:
         rows = self.baseline.rows.items()
         not_run = self.reports.not_run_rows
         silent = {id: r for id, r in rows if id not in self.judgements and id not in not_run}
+        gone = self._gone({r.test for r in silent.values()}) if complete else set()
         return [
             self._explain_missing(id, r, complete)
             for id, r in silent.items()
             if (self.full and not in_tier(r.test))
             or r.test in self.selection.selected
+            or r.test in gone
             or _file_of(r.test) in self.reports.uncollected
         ]
+
+    def _gone(self, tests: Collection[str]) -> set[str]:
+        """Return those of the tests that a part of the lane would have collected, and neither selected nor deselected.
+
+        Which parameters and files of a tier exist depends on its environment: there, a test without any parameter is
+        gone, in a file that was collected or is deleted.
+        """
+        seen = self.selection.selected | self.selection.deselected
+        functions, files = {_function_of(test) for test in seen}, {_file_of(test) for test in seen}
+        return {
+            test
+            for test in tests
+            if (_function_of(test) not in functions if in_tier(test) else test not in seen)
+            and collects(self.config, _file_of(test))
+            and (
+                not in_tier(test)
+                or _file_of(test) in files
+                or not (self.config.rootpath / _file_of(test)).exists()
+            )
+        }
 
     def _outcomes(self, complete: bool) -> list[Judgement]:
         """Return a row for each test, and each skipped module, below the lane's `tests` that reports none."""
@@ -362,3 +385,7 @@ class LaneSession:
 
 def _file_of(nodeid: str) -> str:
     return nodeid.split("::")[0]
+
+
+def _function_of(nodeid: str) -> str:
+    return nodeid.partition("[")[0]

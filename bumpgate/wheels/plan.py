@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from bumpgate.core.rows import BumpgateError
 from bumpgate.doctor import abi
@@ -144,7 +144,8 @@ def _wheel_files(
     if stored := store.find(build_of(root, wheel, target)):
         yield WheelFile(stored.path, stored.sha256, target.found.torch_version)
     lock = lane_lock(root, lane)
-    locked = [p for p in read_lock(lock).packages if p.name == wheel.name] if lock.exists() else []
+    packages = read_lock(lock).packages if lock.exists() else ()
+    locked = [p for p in packages if p.name == wheel.name and _is_version(p.version, wheel)]
     adopted = {w.file: w for package in locked for w in package.wheels}
     for each in adopted.values():
         if path := wheel_store.find(each):
@@ -153,7 +154,7 @@ def _wheel_files(
         path = offer.path()
         # The adopted torch uses the adopted file; another torch has a different one, possibly of the same name.
         own = adopted.get(path.name) if satisfies(wheel.torch, _pin(target.found.torch_version)) else None
-        expected = offer.sha256 or (own.sha256 if own else "")
+        expected = own.sha256 if own else offer.sha256
         known = wheel.sha256 and sha256_of(path) == wheel.sha256
         yield WheelFile(path, expected, wheel.torch if known else "")
 
@@ -168,4 +169,12 @@ def _is_of(offer: Offer, wheel: KernelWheel) -> bool:
         name, version, *_ = parse_wheel_filename(offer.file)
     except InvalidWheelFilename:
         return offer.file.lower().replace("-", "_").startswith(wheel.name.replace("-", "_"))
-    return name == wheel.name and (not wheel.version or version.public == Version(wheel.version).public)
+    return name == wheel.name and _is_version(str(version), wheel)
+
+
+def _is_version(version: str, wheel: KernelWheel) -> bool:
+    """Return whether a version is that of a kernel wheel, with any label."""
+    try:
+        return not wheel.version or Version(version).public == Version(wheel.version).public
+    except InvalidVersion:
+        return False

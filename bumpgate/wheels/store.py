@@ -49,6 +49,8 @@ class Build:
         """Return the hash of all that determines the binary, with the versions in front for the reader."""
         content = [self.package, self.sdist, self.torch_git, self.cuda, self.arch, self.python]
         content += [self.patch] if self.patch else []
+        # The sdist states its version; without one, only the version distinguishes two builds.
+        content += [] if self.sdist else [f"{self.package}=={self.version}"]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
 

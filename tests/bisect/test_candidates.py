@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect.candidates import Range, RangeError, between, needs_prereleases
-from bumpgate.env.versions import FoundVersion
+from bumpgate.env.versions import FoundVersion, in_order
 
 DAY = date(2026, 10, 1)
 
@@ -135,3 +135,19 @@ def test_release_range_needs_no_prereleases() -> None:
 def test_adjacent_versions_have_none_between() -> None:
     span = Range("torch", ("2.0.0", "2.1.0"), "2.0.0", "2.1.0", {})
     assert "0 versions between" in span.summary(4)
+
+
+def test_date_does_not_name_a_yanked_build() -> None:
+    days = (DAY + timedelta(n) for n in range(6))
+    listed = [
+        FoundVersion(f"2.14.0.dev2026100{n}", day, "broken" if n in (2, 5) else None, "")
+        for n, day in enumerate(days, 1)
+    ]
+    span = between("torch", listed, "2026-10-02", "2026-10-05")
+    assert [version[-1] for version in span.versions] == ["1", "3", "4", "6"]
+
+
+def test_builds_by_commit_are_kept_next_to_their_release() -> None:
+    listed = in_order(found("3.6.0+git1111111", "3.6.0+git2222222", "3.6.0+git3333333", "3.6.0"))
+    span = between("triton", listed, "3.6.0+git1111111", "3.6.0+git3333333")
+    assert len(span.versions) == 3

@@ -211,3 +211,16 @@ def test_older_store_gains_findings_when_gate_is_readded(tmp_path: Path, archive
     added = again.add(path)
     assert not added.new
     assert [found.state for found in added.findings] == [memory.NEW]
+
+
+def test_gate_resumed_after_its_budget_stores_its_new_findings(tmp_path: Path) -> None:
+    """It has the same start and the same records, and a row that was undecided is slower now."""
+    archive, rows = Archive(default_store()), (BREAKS, TIMED)
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+    before = gate_of_day(tmp_path / "before", 1, (BREAKS,), rows=rows, timed=TimedOutcome.INCONCLUSIVE)
+    after = gate_of_day(tmp_path / "after", 1, (BREAKS,), rows=rows, timed=TimedOutcome.SLOWER)
+    assert {known.label for known in archive.add(before).findings} == {"CHANGED", "INCONCLUSIVE"}
+    archive.add(after)
+    assert {known.label for known in archive.findings() if not known.gone} >= {"CHANGED", "SLOWER"}
+    assert not archive.add(after).new

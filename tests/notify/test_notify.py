@@ -14,7 +14,7 @@ from bumpgate.core.rows import Record, Verdict
 from bumpgate.gate.verdict import Side
 from bumpgate.history.archive import Archive, default_store
 from tests.support.fake_services import FakeServices
-from tests.support.reports import BREAKS, HERE, THERE, bumpgate, gate_of_day, judged, row, write_gate
+from tests.support.reports import BREAKS, HERE, OTHER, THERE, bumpgate, gate_of_day, judged, row, write_gate
 
 TOKEN, HOOK_PATH = "ghp_0123456789abcdef", "hook/T000/B000/xoxSECRETxox"
 PROBLEM = "suites/a/test_b.py::test_c: ValueError: "
@@ -339,3 +339,29 @@ def test_notify_bad_input_prints_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
     assert "SECRET" not in line
+
+
+def test_answer_of_a_bisect_is_not_shown_for_a_later_regression(
+    tmp_path: Path, services: FakeServices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cause of the first one is gone, and another row breaks in another version."""
+
+    def night(day: int, red: tuple[str, ...], *options: str) -> str:
+        Archive(default_store()).add(gate_of_day(tmp_path, day, red, label=Verdict.CHANGED))
+        assert bumpgate(monkeypatch, "notify", "--github", "o/r", *options) == 0
+        (issue,) = services.issues.values()
+        return f"{issue['state']} {issue['body']}"
+
+    found = {"package": "torch", "failure": "", "first": "2.15.0.dev3", "last": "2.15.0.dev2"}
+    answer = tmp_path / "bisect.json"
+    answer.write_text(
+        json.dumps(
+            {**found, "findings": [{"rows": [BREAKS], "repro": "", "bad": []}], "at_fault": [], "compare": []}
+        )
+    )
+    assert "first bad torch 2.15.0.dev3" in night(1, (BREAKS,), "--bisect", str(answer))
+    assert night(2, ()).startswith("closed")
+    later = night(20, (OTHER,))
+    assert later.startswith("open")
+    assert OTHER in later
+    assert "first bad torch 2.15.0.dev3" not in later
