@@ -116,7 +116,7 @@ def reading(run: LaneRun, tests: Sequence[str], rows: Collection[str]) -> TimedR
     judgements = run.record.judgements if run.record else ()
     costs = {j.row.id: c for j in judgements if (c := cost(j)) is not None}
     series = {j.row.id: j.row.series.get(COST_PER_ROUND, ()) for j in judgements}
-    rounds = {row: points for row, points in series.items() if points and min(points) > 0}
+    rounds = {row: points for row, points in series.items() if points and all(x > 0 for x in points)}
     faults = {
         j.row.test: j.reason
         for j in judgements
