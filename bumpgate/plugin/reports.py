@@ -71,7 +71,8 @@ class Reports:
             elif name == RED_PROPERTY:
                 for_rows |= value == report.when
         # xfail(run=False) skips a test, as does an empty list of parameters under empty_parameter_set_mark = xfail.
-        expected_failure = "[NOTRUN]" not in getattr(report, "wasxfail", "[NOTRUN]")
+        xfail = getattr(report, "wasxfail", None)
+        expected_failure = xfail is not None and "[NOTRUN]" not in xfail
         if report.when == "call":
             self.called.add(test)
         if report.failed:

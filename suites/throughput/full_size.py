@@ -45,9 +45,9 @@ STACK_GIB = 10  # a block of each kind
 CALLS = {"nam52": 20, "nam12": 20, "nam56r": 16}
 WARMUP = {"nam52": 5, "nam12": 5, "nam56r": 2}
 # Of tokens per second. A step of nam52 or nam12 takes little longer than the host takes to launch its kernels, at most
-# 5800: on six H200s with 16 to 64 cores nam52's rates were up to 71 % apart and nam12's 98 %. Those of nam56r, whose
-# kernels take longer than their launches, were up to 11 % apart. The device time of a step is the sharper row, and a
-# gate compares the rates of both builds on one machine.
+# 5800: in six runs on H200 hosts with 16 to 64 cores nam52's rates were up to 71 % apart and nam12's 98 %. Those of
+# nam56r, whose kernels take longer than their launches, were up to 11 % apart. The device time of a step is the
+# sharper row, and a gate compares the rates of both builds on one machine.
 HOST_TOLERANCE = {"nam52": 0.3, "nam12": 0.45, "nam56r": 0.12}
 # Of the device time, whose clocks drop under a power cap, and of a memory peak.
 TOLERANCE = {"device": 0.06, "peak": 0.02}
