@@ -427,6 +427,7 @@ def main(arguments: list[str] | None = None) -> int:
             copied["published"] = environment.publish_caches(contract)
             print(json.dumps(summary | {"caches": environment.cache_report(contract) | copied}))
         if ranks is not None:
+            del trainer  # DDP must go before its group: see Ranks.leave
             ranks.leave()
     except (ContractError, DataError) as error:
         print(f"refused: {error}", file=sys.stderr)

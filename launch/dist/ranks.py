@@ -101,7 +101,11 @@ class Ranks:
         self.gather(f"met{self.met}", True)
 
     def leave(self) -> None:
-        """Destroy the groups once no rank is inside a collective; rank 0, which has the store, leaves last."""
+        """Destroy the groups once no rank is inside a collective; rank 0, which has the store, leaves last.
+
+        Drop the wrapped model before: the reducer of a DDP that outlives its gloo group destroys it with the GIL held,
+        and waits forever for a thread of the group that needs the GIL (suites/distributed/test_leaving.py).
+        """
         self.meet()
         dist.destroy_process_group()
         if self.rank:

@@ -5,6 +5,7 @@ B batch, T tokens, D model dim.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from bumpgate.plugin.instruments import DynamoWatch
 from launch import optimizers
@@ -231,3 +233,27 @@ def divergent(ranks: Ranks, diverge: bool) -> dict[str, Any]:
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     length = 4 if diverge and ranks.rank else 8
     return {"sum": float(compiled(torch.ones(length, device=ranks.device)))}
+
+
+def outlived(ranks: Ranks, place: str, referenced: bool) -> dict[str, Any]:
+    """Drop a DDP whose gloo group was destroyed, while a collective of the group waits for the other rank.
+
+    referenced: Python references the group until DDP is gone. place: a file to which the stages are written.
+    """
+    stages = Path(f"{place}-{ranks.rank}")
+    group: Any = dist.new_group([0, 1])
+    model = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    ranks.meet()
+    if ranks.rank:
+        time.sleep(1)  # rank 0 drops its model meanwhile
+        dist.all_reduce(torch.ones(4), group=group)
+        return {"stages": ""}
+    dist.all_reduce(torch.ones(4), group=group, async_op=True)
+    dist.destroy_process_group(group)
+    kept = [group] if referenced else []
+    del group
+    stages.write_text("dropping the model")
+    del model
+    stages.write_text("dropped the model")
+    kept.clear()
+    return {"stages": stages.read_text()}
