@@ -17,7 +17,7 @@ class Start:
     """Inputs of the decision.
 
     device: torch device type. regional, compiled: of the compile policy. moe: whether the model has experts. fsdp:
-    whether its weights are sharded. asked: whether the user requested the warm-up.
+    whether its weights are sharded. requested: whether the user requested the warm-up.
     """
 
     device: str
@@ -25,7 +25,7 @@ class Start:
     moe: bool
     fsdp: bool = False
     compiled: bool = True
-    asked: bool = True
+    requested: bool = True
 
 
 @dataclass(frozen=True)

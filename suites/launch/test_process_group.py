@@ -182,7 +182,7 @@ def test_monitoring_waits_for_a_warm_up(lane: Lane, monkeypatch) -> None:
 
     assert sequence(table, Start("cuda", regional=False, moe=True)) == ("", ["0", "warm-up", "1"])
     assert sequence(table, compiles_in_steps) == ("cuda_regional_moe", ["0"])
-    assert sequence(table, Start("cpu", regional=True, moe=True, asked=False)) == ("asked", ["0"])
+    assert sequence(table, Start("cpu", regional=True, moe=True, requested=False)) == ("not_requested", ["0"])
     careless = WarmUp({}, table.monitoring)
     assert sequence(careless, compiles_in_steps)[1][-1] == "1", "without the table they would be monitored"
 

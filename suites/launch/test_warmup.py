@@ -30,7 +30,7 @@ STARTS = [
 
 def warm_up_expected(start: Start) -> bool:
     """Return whether a warm-up runs, from the rule's wording and not from the table of the contract."""
-    if not start.asked or start.device == "xla" or (start.fsdp and not start.compiled):
+    if not start.requested or start.device == "xla" or (start.fsdp and not start.compiled):
         return False
     return not (start.device == "cuda" and start.regional and start.moe)
 
@@ -92,7 +92,7 @@ def test_first_step_replaces_the_warm_up(lane: Lane, restored_dynamo, monkeypatc
     losses, more = {}, {}
     for case in ("warm_up", "first_step", "no_mark"):
         reset_dynamo()
-        skip = {} if case == "warm_up" else {"all": {"asked": True}}
+        skip = {} if case == "warm_up" else {"all": {"requested": True}}
         monkeypatch.setattr(train, "load_warmup", lambda skip=skip: WarmUp(skip, "1"))
         config = preset("nam12", "narrow", layer_pattern="AE", depth=2)
         with DynamoWatch() as watch:

@@ -116,11 +116,6 @@ EXCEPTIONS = (
     ("bumpgate/gate/timed.py", "wanted", "a key of gate.json, which older gates have"),
     ("suites/launch/test_children.py", "told", "a row id, which baselines and histories have"),
     ("suites/launch/test_process_group.py", "told", "a row id, which baselines and histories have"),
-    (
-        "contract.toml",
-        "anew beside nobody stands tells wanted",
-        "contract.lock pins its hash: its comments change with the next reviewed change of the contract",
-    ),
 )
 # Test modules that run the tests of others, with an injected fault.
 RUNS_OTHER_TESTS = ("tests/suites/test_non_finite.py",)

@@ -22,6 +22,7 @@ from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 from bumpgate.core.baseline import judge, load
@@ -34,7 +35,7 @@ from tests.support.local_index import LocalIndex, fake_wheel
 from tests.support.reports import write_gate
 from tests.support.tree import ROOT
 
-SECONDS = 120
+SECONDS = 120  # of one command
 PYTEST = """import os, sys
 with open(os.environ["BUMPGATE_CHILD_LOG"], "a") as log:
     print(*sys.argv[1:], file=log)
@@ -157,6 +158,10 @@ class Scratch:
         )
         try:
             output, _ = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            pytest.fail(f"{line}: not ended in {SECONDS} s\n{output}", pytrace=False)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
