@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -126,8 +126,12 @@ def _digest(file: BinaryIO, copy: BinaryIO | None = None) -> str:
 
 
 def files(directory: Path) -> dict[str, Path]:
-    """Map relative name -> path of every file below, without the marker files of `sync`."""
-    found = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    """Map relative name -> path of every file below, without the marker files of `sync`.
+
+    Unlike rglob, os.walk tolerates a directory that a running compiler removes.
+    """
+    below = (Path(place, name) for place, _, names in os.walk(directory) for name in names)
+    found = (path for path in sorted(below) if path.is_file())
     return {
         path.relative_to(directory).as_posix(): path
         for path in found
@@ -139,19 +143,25 @@ def sync(source: Path, target: Path) -> list[str]:
     """Copy files that are missing or have another hash in `target`, delete nothing -> the names copied.
 
     A target last seeded from the same content is warm: only its missing files are restored, changed ones are kept.
-    Each file is written atomically, so that several syncs and running jobs may share a target. Raises CacheError on
-    an unusable target or a source that changes during the copy, DiskFull.
+    Each file is written atomically, so that several syncs and running jobs may share a target, or use the source: a
+    file that vanishes is left out. Raises CacheError on an unusable target or a file that is written during the copy,
+    DiskFull.
     """
     if not source.is_dir():
         raise CacheError(f"{source}: no such directory")
     usable(target)
-    given = {name: sha256(path) for name, path in files(source).items()}
+    given = {}
+    for name, path in files(source).items():
+        with suppress(FileNotFoundError):
+            given[name] = sha256(path)
     seed = hashlib.sha256(repr(sorted(given.items())).encode()).hexdigest()
     mark, copied = target / SEED, []
     warm = mark.is_file() and mark.read_text() == seed
     for name, digest in given.items():
         path = target / name
         if path.is_file() and (warm or sha256(path) == digest):
+            continue
+        if not (source / name).is_file():
             continue
         with writing(str(path)):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +178,7 @@ def _put(source: Path, path: Path, digest: str) -> None:
     with _replacing(path) as part:
         with source.open("rb") as file, part.open("wb") as copy:
             arrived = _digest(file, copy)
-        if arrived != digest:
+        if arrived not in (digest, sha256(source)):  # not even that of a file that replaced it
             raise CacheError(f"{source}: changed while it was copied")
         shutil.copystat(source, part)
 

@@ -120,6 +120,7 @@ class _Running:
 
     def __init__(self, child: Child, log: IO[bytes] | None, cwd: Path | None) -> None:
         self.name, self.log, self.tail = child.name, log, deque[str](maxlen=KEPT)
+        self.pieces, self.unlogged = 0, False  # pieces: of the last line
         given = os.environ if child.environment is None else child.environment
         try:
             self.process = subprocess.Popen(
@@ -138,12 +139,29 @@ class _Running:
 
     def _read(self) -> None:
         stream = self.process.stdout
-        tag = f"[{self.name}]: ".encode()
+        tag, ended = f"[{self.name}]: ".encode(), True
         with stream:
             for piece in iter(partial(stream.readline, LINE), b""):
-                self.tail.append(piece.decode(errors="replace").rstrip("\r\n"))
-                if self.log is not None:  # one unbuffered append per line, so lines stay whole
-                    self.log.write(tag + piece.rstrip(b"\r\n") + b"\n")
+                self.pieces = 1 if ended else self.pieces + 1
+                line, ended = piece.rstrip(b"\r\n"), piece.endswith(b"\n")
+                for own in (tag, tag.rstrip()):  # torch itself tags a rank's tracebacks and log lines
+                    line = line.removeprefix(own)
+                self.tail.append(line.decode(errors="replace"))
+                self._keep(tag + line + b"\n")
+
+    def _keep(self, line: bytes) -> None:
+        """Append a line to the log, unbuffered, so that it stays whole. A log that cannot be written is reported once.
+
+        The pipe must be read on: the child would fail at its next line, or wait in it forever.
+        """
+        if self.log is None:
+            return
+        try:
+            self.log.write(line)
+        except OSError as error:
+            if not self.unlogged:
+                print(f"{self.name}: lines are lost: {self.log.name}: {error.strerror}", file=sys.stderr)
+            self.unlogged = True
 
     def poll(self) -> int | None:
         """Return the exit code once the child has ended; also stop its leftover processes, which keep the pipe open."""
@@ -156,9 +174,10 @@ class _Running:
         return self.process.returncode
 
     def read_to_end(self) -> list[str]:
-        """Return the last lines of a child that has ended."""
+        """Return the last lines of a child that has ended; the last of all, often a summary, in one piece."""
         self.reader.join(GRACE)
-        return list(self.tail)
+        lines, pieces = list(self.tail), self.pieces
+        return [*lines[:-pieces], "".join(lines[-pieces:])] if 1 < pieces <= KEPT else lines
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):

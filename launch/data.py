@@ -202,12 +202,17 @@ class PackedBatches(Iterator[Tensor]):
         self.order = self._shuffled()
 
     def _cut(self, rank: int, world: int) -> list[tuple[int, int]]:
-        """Return (first, last) positions of each piece's ids, without its BOS."""
+        """Return (first, last) positions of each piece's ids, without its BOS.
+
+        A document of one token has no piece: a row of such documents only has no target, and its mean loss is NaN.
+        """
         stops = np.append(self.file.starts[1:], len(self.file.ids))
         pieces = []
         for start, stop in zip(self.file.starts[rank::world].tolist(), stops[rank::world].tolist()):
-            body = range(start + 1, stop, self.tokens - 1) or (stop,)
+            body = range(start + 1, stop, self.tokens - 1)
             pieces += [(first, min(first + self.tokens - 1, stop)) for first in body]
+        if not pieces:
+            raise DataError(f"{self.file.path}: rank {rank} of {world} has no document with a target")
         return pieces
 
     def _shuffled(self) -> list[int]:

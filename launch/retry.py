@@ -5,7 +5,8 @@ retried, only if training had not begun, and once. A retry applies four patches,
 in the environment (here) and in the process, lazy groups and the skipped barrier (launch/dist/process_group.py). The
 last line on standard output is the run's, or its first rank's.
 
-Exit codes: the run's own, 1 if it was killed or stopped, 2 bad options, 3 a contradiction of the contract, 143 SIGTERM.
+Exit codes: the run's own, 1 if it was killed or stopped, 2 bad options, 3 a contradiction of the contract, 128 and the
+number of the signal that stopped the launcher (143 for SIGTERM).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ BEGUN = "BUMPGATE_BEGUN"  # path of a file that a run creates once training has 
 DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 THREADS = "OMP_NUM_THREADS"
 LAZY_GROUPS = ("cuda", "listed")
+STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,42 @@ def ranks(count: int, command: Sequence[str], given: Mapping[str, str]) -> list[
     ]
 
 
-def stalled(begun: Path, seconds: float) -> str:
-    """Return what is wrong if training has begun and no rank has passed a step for `seconds`, else ""."""
-    with suppress(FileNotFoundError):
-        if time.time() - begun.stat().st_mtime > seconds:
-            return f"no step for {seconds:g} s"
-    return ""
+class Stall:
+    """Call it regularly: what is wrong if training has begun and no rank has passed a step for `seconds`, else "".
+
+    The time between changes of the file is measured by the monotonic clock: the system's clock may be set.
+    """
+
+    def __init__(self, begun: Path, seconds: float) -> None:
+        self.begun, self.seconds = begun, seconds
+        self.passed, self.since = -1, 0.0
+
+    def __call__(self) -> str:
+        with suppress(FileNotFoundError):
+            passed, now = self.begun.stat().st_mtime_ns, time.monotonic()
+            if passed != self.passed:
+                self.passed, self.since = passed, now
+            elif now - self.since > self.seconds:
+                return f"no step for {self.seconds:g} s"
+        return ""
+
+
+@contextmanager
+def noted_stops() -> Iterator[list[int]]:
+    """Yield a list that receives the stop signals of this process, those that it ignores (nohup) excepted.
+
+    Ranks run in their own sessions, so the launcher must end them on each of these signals. A handler that raised
+    could interrupt the start of a child, or its end at a second signal, and leave the child running.
+    """
+    received: list[int] = []
+    before = {n: h for n in STOPS if (h := signal.getsignal(n)) is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, lambda n, _: received.append(n))
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def supervise(
@@ -141,23 +173,32 @@ def supervise(
     seconds: float,
     log: Path,
     stall: float = float("inf"),
+    stops: Sequence[int] = (),
 ) -> int:
     """Launch, and retry if the contract allows it -> exit code. 0 ranks: one process, not distributed.
 
-    stall: the longest time between two steps, in seconds, once training has begun.
+    stall: the longest time between two steps, in seconds, once training has begun. stops: receives the signals that
+    stop the launch.
     """
     retry, environment = load_retry(), dict(given)
     with tempfile.TemporaryDirectory() as place:
         begun = Path(place) / "begun"
+        no_step = Stall(begun, stall)
+
+        def check() -> str:
+            return "stopped" if stops else no_step()
+
         while True:
             env_vars = {**environment, BEGUN: str(begun)}
             single = [Child("run", [sys.executable, *command], env_vars)]
             try:
                 children = ranks(count, command, env_vars) if count else single
-                tails = run(children, seconds=seconds, log=log, check=lambda: stalled(begun, stall))
+                tails = run(children, seconds=seconds, log=log, check=check)
                 print(*next(iter(tails.values()))[-1:])
                 return 0
             except ChildError as error:
+                if stops:
+                    return 128 + stops[0]
                 second, why = relaunch(retry, error, environment, begun.exists())
                 print(
                     f"{'launched again' if second else 'final'}: {why}; {error}", file=sys.stderr, flush=True
@@ -196,11 +237,12 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit code; argparse itself exits with 2."""
     o = parser().parse_args(arguments)
-    # Ranks run in their own sessions: on a stop signal the launcher must end them, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    given = {**os.environ, **({RUN: o.run} if o.run else {})}
     try:
-        given = {**os.environ, **({RUN: o.run} if o.run else {})}
-        return supervise(o.ranks, o.command, given, seconds=o.seconds, log=o.log, stall=o.stall)
+        with noted_stops() as stops:
+            return supervise(
+                o.ranks, o.command, given, seconds=o.seconds, log=o.log, stall=o.stall, stops=stops
+            )
     except ContractError as error:
         print(f"refused: {error}", file=sys.stderr)
         return REFUSED

@@ -29,7 +29,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from launch import caches, environment
+from launch import caches, environment, outputs
 
 if __name__ == "__main__":
     environment.enter()  # before torch is imported, the only time it reads its environment
@@ -295,7 +295,7 @@ class Trainer:
             "source": self.source.state_dict(),  # type: ignore[attr-defined]
             "rng": torch.get_rng_state(),
         }
-        temporary = self.checkpoint.with_suffix(".new")
+        temporary = self.checkpoint.with_name(f"{self.checkpoint.name}.new")
         try:
             with temporary.open("wb") as file:  # with a path, torch.save hides the reason of a failed write
                 torch.save(state, file)
@@ -310,6 +310,8 @@ class Trainer:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             raise DataError(f"{self.checkpoint}: no checkpoint ({type(error).__name__})") from None
+        if not isinstance(state, dict) or not {"config", "plan"} <= state.keys():
+            raise DataError(f"{self.checkpoint}: no checkpoint of a training")
         for name, mine in (("config", asdict(self.config)), ("plan", asdict(self.plan))):
             changed = [key for key in mine if state[name].get(key) != mine[key]]
             if changed:
@@ -320,10 +322,8 @@ class Trainer:
         self.source.load_state_dict(state["source"])  # type: ignore[attr-defined]
         torch.set_rng_state(state["rng"])
         self.step = state["step"]
-        if (
-            self.log is not None and self.writes and self.log.exists()
-        ):  # lines after the checkpoint are written again
-            self.log.write_text("".join(self.log.read_text().splitlines(keepends=True)[: self.step]))
+        if self.log is not None and self.writes and self.log.exists():
+            outputs.drop_steps(self.log, self.step)  # they are written again
 
 
 def parser() -> argparse.ArgumentParser:
@@ -402,6 +402,8 @@ def main(arguments: list[str] | None = None) -> int:
             source = SyntheticBatches(config.vocab_size, *shape, o.seed, config.bos_id)
         else:
             source = packed_batches(TokenFile(o.data), *shape, o.seed)
+        if ranks is None or ranks.rank == 0:
+            outputs.check({"--checkpoint": o.checkpoint, "--log": o.log})
         copied = {"seeded": 0, "published": 0}
         if ranks is None or ranks.local == 0:
             copied["seeded"] = environment.seed_caches(contract)
@@ -424,7 +426,7 @@ def main(arguments: list[str] | None = None) -> int:
             trainer.resume()
         summary = trainer.run(allow_synthetic="smoke" if o.smoke else "")
         if trainer.writes:
-            copied["published"] = environment.publish_caches(contract)
+            copied["published"] = outputs.publish(contract)
             print(json.dumps(summary | {"caches": environment.cache_report(contract) | copied}))
         if ranks is not None:
             del trainer  # DDP must go before its group: see Ranks.leave

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shlex
 import shutil
@@ -42,7 +41,7 @@ from bumpgate.run.binding import Binding, bind, sources_in
 from bumpgate.run.device import device_lock
 from bumpgate.run.edits import ADOPTION, interrupted
 from bumpgate.run.host import gpu_models
-from bumpgate.run.runner import installed
+from bumpgate.run.runner import absolute, installed
 from bumpgate.run.shares import divide, own_cores, requested
 from bumpgate.table import part_of_lane
 from bumpgate.wheels import fitting as wheels
@@ -104,11 +103,11 @@ def command(
     ] = False,
     disk: Disk = None,
     shell: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--command", help="Instead of pytest: a command that prints metrics as JSON (docs/gate.md)."
         ),
-    ] = "",
+    ] = None,
     selection: Annotated[list[str] | None, typer.Argument(help="After --: what pytest runs.")] = None,
 ) -> None:
     """Measure the adopted build and a candidate in pairs: ADOPT, HOLD, or UNKNOWN if evidence is missing.
@@ -117,6 +116,8 @@ def command(
 
     Exit codes: 0 ADOPT, 1 HOLD, 125 UNKNOWN, 4 bad input, 130 interrupted (--resume continues).
     """
+    if shell is not None and not shell.strip():
+        raise BumpgateError("--command: the command is empty; an unset variable of the shell?")
     if shell and selection:
         raise BumpgateError("--command and a pytest selection: use one, not both")
     if shell and fast:
@@ -128,16 +129,16 @@ def command(
         candidate=candidate,
         adopted=adopted,
         anchor=_adopted_a_month_ago(lane) if anchor == "history" else anchor,
-        python_good=_absolute(python_good),
-        python_bad=_absolute(python_bad),
-        python_anchor=_absolute(python_anchor),
+        python_good=absolute(python_good),
+        python_bad=absolute(python_bad),
+        python_anchor=absolute(python_anchor),
         sessions=sessions,
         selection=(metrics.test_path(lane, shell),)
         if shell
         else (*([result.FAST] if fast else []), *(selection or ())),
         candidate_file=_file_digest(candidate),
         without=tuple(sorted({str(canonicalize_name(name)) for name in without or ()})),
-        command=shell,
+        command=shell or "",
     )
     root = find_root(Path.cwd())
     _refuse(config, root)
@@ -438,11 +439,6 @@ def _resume_line() -> str:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def _absolute(python: str) -> str:
-    """Make a path absolute without resolving links: the symlink is what makes an interpreter a venv's."""
-    return os.path.abspath(python) if python else ""
 
 
 def _slug(text: str) -> str:

@@ -30,8 +30,10 @@ RESULTS = ("record.json", "smoke.json")
 # Start of the paths of the tests that `bumpgate gate --command` generates. A gate is bound to the command itself, and
 # another gate of the same tree may write its test meanwhile.
 GENERATED = "build/gate/test_command_"
-# A folder with one of these is an environment or the output of a gate, and not part of the tree.
-FOREIGN = ("pyvenv.cfg", "gate.json")
+# A folder with one of these is an environment or the output of a gate or a bisect, and not part of the tree.
+FOREIGN = ("pyvenv.cfg", "gate.json", "state.jsonl")
+# A tree that git lists has one of these at its root.
+DECLARING = {"pyproject.toml", "bumpgate.toml"}
 # Paths that no row's value depends on. A baseline is written after the run that it accepts.
 UNMEASURED = ("baselines/", "docs/", ".github/", ".ci/")
 SKIPPED = ("__pycache__", "build", "dist", "node_modules")
@@ -145,7 +147,7 @@ def _git_files(root: Path) -> list[str] | None:
     own = [path for path in tracked.split("\0") if path]
     new = [path for path in others.split("\0") if path and _is_source(path)]
     # For a folder that the enclosing repository ignores, git lists no files.
-    if "pyproject.toml" not in (*own, *new):
+    if DECLARING.isdisjoint((*own, *new)):
         return None
     foreign = {folder for path in new for folder in _folders(path) if _is_foreign(root / folder)}
     return [*own, *(path for path in new if not foreign.intersection(_folders(path)))]

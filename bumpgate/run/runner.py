@@ -215,13 +215,23 @@ def child_environment(python: Path, root: Path | None, extra: Mapping[str, str] 
     return clean | {"PATH": path} | bytecode | source | dict(extra)
 
 
+def absolute(python: str) -> str:
+    """Make a path absolute without resolving links: the symlink is what makes an interpreter a venv's.
+
+    Raises BumpgateError if there is no such file.
+    """
+    if python and not os.path.isfile(python):
+        raise BumpgateError(f"{python}: no such interpreter; name a file such as ENVIRONMENT/bin/python")
+    return os.path.abspath(python) if python else ""
+
+
 def _bytecode(python: Path) -> dict[str, str]:
     """Keep the bytecode of all sources within the environment, if it is one that bumpgate built.
 
     uv installs none, and users set PYTHONDONTWRITEBYTECODE: each process then compiles the sources of torch again (3 s
     of CPU time for `import torch`). No __pycache__ is written into the work tree.
     """
-    environment = python.parents[1]
+    environment = python.parent.parent
     ours = environment.parent == home() / "environments"
     return {"PYTHONPYCACHEPREFIX": str(environment / "bytecode")} if ours else {}
 
@@ -339,6 +349,8 @@ def _last_words(log: Path) -> str:
     lines = [line.strip() for line in _read(log).splitlines() if line.strip()]
     for prefix in ("ERROR: ", "E   "):
         errors = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+        if errors and errors[0].startswith("usage: "):
+            errors = [line.split(": error: ", 1)[1] for line in lines if ": error: " in line] or errors
         if errors:
             return one_line(errors[-1] if prefix == "E   " else errors[0])
     return one_line(lines[-1]) if lines else "it printed nothing"

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from launch.contract import Contract, ContractError
 from launch.policies import Backend, CompiledHybrid, apply
 from model import Hybrid
+from model.layers import widen
 from model.moe import MoEBlock
 
 STYLES = ("ddp", "fsdp2")
@@ -169,7 +170,7 @@ def average_buffers(model: Hybrid, group: dist.ProcessGroup | None = None) -> No
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     if not buffers:
         return
-    flat = torch.cat([buffer.flatten().float() for buffer in buffers])
+    flat = torch.cat([widen(buffer.flatten()) for buffer in buffers])
     dist.all_reduce(flat, group=group)
     flat /= dist.get_world_size(group)
     for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):

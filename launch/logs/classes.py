@@ -70,9 +70,9 @@ def compile_pattern(pattern: str) -> tuple[str, re.Pattern[str]]:
             out.append("(?:" + "|".join(map(re.escape, piece[1:-1].split("|"))) + ")")
         else:
             out.append(".*?" if piece == "*" else re.escape(piece))
-    # Words at either end are whole words: "loss nan" does not match "loss nancy".
+    # Words at either end are whole words: "loss nan" does not match "loss nancy". "_" separates words: "train_loss".
     firsts, lasts = (pieces[k] or pieces[k + 1 if k == 0 else k - 1] for k in (0, -1))
-    start = r"\b" if all(re.match(r"\w", a) for a in firsts.strip("{}").split("|")) else ""
+    start = r"(?<![^\W_])" if all(re.match(r"\w", a) for a in firsts.strip("{}").split("|")) else ""
     end = r"\b" if all(re.search(r"\w$", a) for a in lasts.strip("{}").split("|")) else ""
     literal = max((p for p in pieces if p != "*" and not p.startswith("{")), key=len)
     return literal, re.compile(start + "".join(out) + end)

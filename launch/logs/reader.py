@@ -19,7 +19,8 @@ LINE = 1 << 16  # characters; a longer line is split
 STREAMS = 1 << 12  # ranks and processes with an open record
 DISTINCT = 200  # unknown texts listed separately
 
-RANK = re.compile(r"\[(?:rank|default|trainer)(\d+)\]:? ?")
+# The tag of a launcher, and torch's own, which may follow it; a run without ranks is tagged, too.
+TAGS = re.compile(r"(?:\[run\]: )?(?:\[(?:rank|default|trainer)(\d+)\]:? ?)*")
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 HEADERS = (
     # torch, glog and absl: W1121 13:02:28.314000 31449 torch/_dynamo/x.py:17] text; [E321 02:07:08.4 x.cpp:6] text
@@ -63,7 +64,7 @@ class _Seen:
     match: tuple[int, int] | None
     alarm: bool
     header: re.Pattern[str] | None
-    ranked: bool
+    tagged: bool
 
 
 @dataclass
@@ -111,9 +112,9 @@ class _Reader:
                     self.memo.clear()
                 seen = self.memo[key] = self.see(key)
             rank = None
-            if seen.ranked:
-                prefix = RANK.match(line)
-                rank, line = int(prefix[1]), line[prefix.end() :]
+            if seen.tagged:
+                tags = TAGS.match(line)
+                rank, line = int(tags[1]) if tags[1] else None, line[tags.end() :]
             self.position[rank] += 1
             if self.open or seen.match or seen.alarm:
                 self.take(line.rstrip("\n"), number, rank, seen)
@@ -123,8 +124,8 @@ class _Reader:
 
     def see(self, key: str) -> _Seen:
         """Classify one line. `key` is the line with digits replaced by 0."""
-        rank = RANK.match(key)
-        rest = (key[rank.end() :] if rank else key).rstrip("\n")
+        tags = TAGS.match(key).end()
+        rest = key[tags:].rstrip("\n")
         if "\x1b" in rest:
             rest = COLOUR.sub("", rest)
         match = next(
@@ -139,7 +140,7 @@ class _Reader:
             if any(hint in rest for hint in ALARM_HINTS):
                 alarm = bool(ALARM.search(rest))
             alarm = alarm or rest.startswith(TRACEBACK)
-        return _Seen(match, alarm, header, bool(rank))
+        return _Seen(match, alarm, header, tags > 0)
 
     def take(self, line: str, number: int, rank: int | None, seen: _Seen) -> None:
         """Append a line to its stream's open record, or close that and open a new one if the line starts it."""

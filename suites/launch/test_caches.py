@@ -319,21 +319,27 @@ def test_sync_copies_only_what_differs(lane: Lane, tmp_path: Path) -> None:
     assert (target / "own").read_text() == "of this host"
 
 
+def named_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Path]]:
+    """Name this run, with its caches below `folder` -> (shared, own) directory of each."""
+    contract = load()
+    for name in contract.cache_folders:
+        monkeypatch.delenv(name)
+    for name, value in {"XDG_CACHE_HOME": str(folder), RUN: "a"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in child_environment(contract, os.environ).items():
+        monkeypatch.setenv(name, value)
+    return run_caches(contract)
+
+
 @lanes("cpu")
 def test_named_run_seeds_and_publishes_its_caches(
     lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One file is in the shared directory before the run, and one in the run's own, as if it had been compiled."""
-    contract = load()
-    for name in contract.cache_folders:
-        monkeypatch.delenv(name)
-    for name, value in {"XDG_CACHE_HOME": str(tmp_path), RUN: "a"}.items():
-        monkeypatch.setenv(name, value)
-    for name, value in child_environment(contract, os.environ).items():
-        monkeypatch.setenv(name, value)
-    for folder in (folder for pair in run_caches(contract) for folder in pair):
+    pairs = named_run(tmp_path, monkeypatch)
+    for folder in (folder for pair in pairs for folder in pair):
         folder.mkdir(parents=True)
-    shared, own = run_caches(contract)[0]
+    shared, own = pairs[0]
     (shared / "former").write_text("of a former run")
     (own / "code").write_text("of this run")
     assert main(["--smoke", "--policy", "eager", "--steps", "1", "--batch", "2", "--tokens", "16"]) == 0
@@ -362,3 +368,43 @@ def test_sync_refuses_unwritable_target_or_changing_source(
         sync(source, target)
     assert caches.files(target) == {}
     assert not list(target.rglob(f"{caches.PART}*"))
+
+
+@lanes("cpu")
+@planted("C20", "a temporary file of a compiler that vanishes, a file that another run replaces")
+def test_sync_from_a_cache_in_use(lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs without a name compile in the shared cache, from which named runs are seeded."""
+    source, target = tree(tmp_path / "source", 1, 3), tmp_path / "target"
+    target.mkdir()
+    (source / "tmp.pid_7").write_text("of a compiler")
+    taken, sha256 = [], caches.sha256
+
+    def and_then(path: Path) -> str:
+        """Vanish before the digest of a file is taken, or be replaced after it."""
+        taken.append(path.name)
+        if path.name == "tmp.pid_7":
+            path.unlink()
+        digest = sha256(path)
+        if path.name == "entry1.so" and taken.count("entry1.so") == 1:
+            (source / "new").write_text("replaced")
+            os.replace(source / "new", path)
+        return digest
+
+    monkeypatch.setattr(caches, "sha256", and_then)
+    assert len(sync(source, target)) == 3
+    assert (target / "folder1" / "entry1.so").read_text() == "replaced"
+    assert lost(target, source) == []
+
+
+@lanes("cpu")
+@planted("C20", "a shared cache that cannot be written at the end of a training")
+def test_failed_publishing_keeps_the_result(
+    lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for shared, own in named_run(tmp_path, monkeypatch):
+        own.mkdir(parents=True)
+        shared.write_text("a file in place of the directory")
+    assert main(["--smoke", "--policy", "eager", "--steps", "1", "--batch", "2", "--tokens", "16"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["step"] == 1
+    assert err.startswith("caches not published: ")

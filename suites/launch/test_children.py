@@ -6,7 +6,6 @@ import os
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from launch import children
 from launch.children import KEPT, LINE, Child, ChildError, moved, places, run, same_place
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
+from suites.support.processes import eventually, gone
 
 SOON = 10.0  # seconds: the rule's bound for an import that fails
 HANGS = "import time; print('up', flush=True); time.sleep(600)"
@@ -96,21 +96,6 @@ def test_child_output_uses_bounded_memory(lane: Lane, tmp_path: Path) -> None:
     assert max(map(len, tail)) == LINE
     assert peak < 4 << 20, peak
     assert (tmp_path / "log").stat().st_size > 64 << 20
-
-
-def gone(pid: int) -> bool:
-    """Return whether a process is dead, or a zombie that its new parent has not reaped yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def eventually(true: Callable[[], bool], seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.02)
-    return true()
 
 
 @lanes("cpu")
@@ -206,3 +191,32 @@ def test_child_of_another_installation_is_reported(
     assert list(moved({**places(), "environment": str(real / "venv")})) == []
     (line,) = moved({**places(), "environment": str(real / "checkout")})
     assert line.startswith("the child's environment is ")
+
+
+@lanes("cpu")
+@planted("C38", "a log on a full disk")
+def test_child_outlives_a_log_on_a_full_disk(lane: Lane, capsys) -> None:
+    """The output is read on: else the pipe closes, and the child fails at its next line."""
+    program = "import time\nfor i in range(5): print(i); time.sleep(0.05)"
+    tails = run([python("rank0", program)], seconds=60, log=Path("/dev/full"))
+    assert tails["rank0"] == ("0", "1", "2", "3", "4")
+    assert capsys.readouterr().err == "rank0: lines are lost: /dev/full: No space left on device\n"
+
+
+@lanes("cpu")
+def test_last_line_of_a_child_is_not_split(lane: Lane, tmp_path: Path) -> None:
+    """A run's summary may be longer than LINE, and its reader expects one JSON line."""
+    program = f"print('a'); print('b' * {3 * LINE + 5})"
+    assert run([python("rank0", program)], seconds=60)["rank0"] == ("a", "b" * (3 * LINE + 5))
+
+
+@lanes("cpu")
+@planted("C38", "torch's own tag before the lines of a rank")
+def test_tag_of_torch_is_not_repeated(lane: Lane, tmp_path: Path) -> None:
+    """With a process group, torch begins each line of a rank's traceback and log with the rank."""
+    lines = ["[rank0]: Traceback (most recent call last):", "[rank0]:   File 'a'", "[rank0]: ValueError: b"]
+    program = f"for line in {lines}: print(line)\nprint('[rank0]:[W1124 17:09:27.2 x.cpp:1] c'); raise SystemExit(1)"
+    with pytest.raises(ChildError, match=r"^rank0: exit 1: ValueError: b$") as caught:
+        run([python("rank0", program)], seconds=60, log=tmp_path / "log")
+    assert caught.value.tail[0] == "Traceback (most recent call last):"
+    assert (tmp_path / "log").read_text().splitlines()[:3] == lines

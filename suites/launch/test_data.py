@@ -339,3 +339,13 @@ def test_corpus_writer_detects_a_stale_file(lane: Lane, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "stale: tokens.bin, tokens.json" in done.stdout
+
+
+@lanes("cpu")
+@planted("X13", "an empty document among long ones")
+def test_every_row_has_a_target(lane: Lane, tmp_path: Path) -> None:
+    """No other piece fits behind an empty document; its row alone would have the loss NaN (a rank, or --rows 1)."""
+    batches = packed_batches(lengths_file(tmp_path, [10] * 5 + [1] + [10] * 5), 1, 10, seed=0)
+    assert all(bool((next(batches)[0, 1:] != BOS).any()) for _ in range(40))
+    with pytest.raises(DataError, match="rank 0 of 1 has no document with a target"):
+        packed_batches(lengths_file(tmp_path, [1, 1]), 1, 10, seed=0)

@@ -203,6 +203,16 @@ def test_line_of_no_class_is_reported_as_unknown(lane: Lane, line: str) -> None:
 
 
 @lanes("cpu")
+@planted("X13", "a loss with a prefix, a capital letter or two spaces")
+@pytest.mark.parametrize(
+    "line", ["train_loss: nan", "{'eval_loss': inf}", "val_loss=-inf", "Loss: nan", "step 3 loss:  NaN"]
+)
+def test_non_finite_loss_is_found_by_any_name(lane: Lane, line: str) -> None:
+    (finding,) = classify([line + "\n", line.replace("oss", "osses").replace("nan", "nancy") + "\n"]).findings
+    assert (finding.log_class.name, finding.alert) == ("non_finite", True)
+
+
+@lanes("cpu")
 def test_progress_lines_are_not_unknown(lane: Lane) -> None:
     quiet = [
         "step 100 loss 2.5012 0 errors error_ratio 0.51",
@@ -413,3 +423,23 @@ def test_logs_command(lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_logs_command_does_not_import_torch(lane: Lane) -> None:
     code = "import sys, launch.logs.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@lanes("cpu")
+@planted("C26", "an unknown warning behind the tag of a launcher, an exception's source line behind two tags")
+@pytest.mark.parametrize("tag", ["[run]: ", "[rank3]: ", "[rank3]: [rank3]:", "[default0]:[rank3]: "])
+def test_tags_hide_no_record(lane: Lane, tag: str) -> None:
+    """launch.retry tags a run without ranks, too, and torch tags the lines of a rank once more."""
+    warning = f"{tag}W1121 13:02:28.314000 31449 torch/x.py:17] a warning that no class knows\n"
+    trace = [
+        "Traceback (most recent call last):",
+        "  File 'a'",
+        "    f('CUDA out of memory. Tried to allocate')",
+    ]
+    report = classify([warning, *(f"{tag}{line}\n" for line in [*trace, "ValueError: b"])])
+    assert [first.text for _, first in report.unknown.values()] == [
+        "a warning that no class knows",
+        "ValueError: b",
+    ]
+    assert {first.rank for _, first in report.unknown.values()} == {None if "run" in tag else 3}
+    assert report.findings == ()

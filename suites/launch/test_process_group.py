@@ -23,10 +23,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from launch.children import Child, run
 from launch.contract import ContractError, load
 from launch.dist import process_group
+from launch.dist.parallel import average_buffers
 from launch.dist.process_group import barrier, lazy, monitor_again, new_group, quiet_process, start, warm_up
 from launch.environment import RETRY, check, child_environment, expected
 from launch.retry import REASON, load_retry
 from launch.warmup import MONITORING, Start, WarmUp, load_warmup
+from model import Hybrid, preset
 from suites.support.child import ROOT
 from suites.support.instruments import group_timeout
 from suites.support.lanes import Lane, lanes
@@ -389,3 +391,16 @@ def test_ranks_with_skewed_shapes_finish(lane: Lane, tmp_path: Path, row) -> Non
     )
     assert codes["contract"] == [30, 10]
     assert not any(code >= 10 for code in codes["on"])
+
+
+@lanes("cpu")
+def test_averaged_buffers_keep_float64(lane: Lane) -> None:
+    """The mean over one rank is the buffer itself, in the precision of the training."""
+    dist.init_process_group("gloo", **alone())
+    model = Hybrid(preset("nam12", "narrow", bias_rate=0.01)).double()
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    for buffer in buffers:
+        buffer.fill_(0.1)
+    average_buffers(model)
+    assert buffers
+    assert all(bool((buffer == 0.1).all()) for buffer in buffers)

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +22,11 @@ from launch.children import ChildError
 from launch.contract import ContractError
 from launch.environment import RETRY, RUN
 from launch.logs import classify, load_classes, read_lines
-from launch.retry import BEGUN, DEBUG, REASON, failure, load_retry, main, passed, relaunch, supervise
+from launch.retry import BEGUN, DEBUG, REASON, Stall, failure, load_retry, main, passed, relaunch, supervise
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
+from suites.support.processes import eventually, gone
 
 # Every child here first writes a file per launch with the environment that it was started with.
 RECORD_ENVIRONMENT = """
@@ -312,6 +317,7 @@ def test_options_reach_the_supervisor(lane: Lane, tmp_path: Path, monkeypatch) -
     assert main([*options, "--", "-m", "x"]) == 0
     assert found == {
         "count": 2, "command": ["-m", "x"], "run": "a", "seconds": 9.0, "stall": 3.0, "log": log,
+        "stops": [],
     }  # fmt: skip
 
 
@@ -334,3 +340,73 @@ def test_retry_command(lane: Lane, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(retries, "load_retry", lambda: load_retry(tmp_path / "contract.toml"))
     assert main([*log, "--", "-c", "pass"]) == 3
     assert BEGUN not in os.environ
+
+
+@lanes("cpu")
+@planted("C25", "a memory error that the run recovered from, before the failure of a rank")
+def test_last_traceback_of_a_rank_decides(lane: Lane, launches: Launches) -> None:
+    """torch tags the traceback of a rank that has a process group."""
+    program = f"""
+import torch.distributed as dist
+print({OOM!r}, "recovered", sep=chr(10), flush=True)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+raise ValueError("no class knows this")
+"""
+    assert launches(["-c", f"{RECORD_ENVIRONMENT}{program}"], ranks=1) == 1
+    assert len(launches.started) == 1, "launched again for an error that was not the cause"
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("signals", [["HUP"], ["INT"], ["TERM"], ["TERM", "TERM"]], ids="-".join)
+@planted("C25", "a closed terminal, a second stop signal")
+def test_stop_signals_leave_no_process(lane: Lane, tmp_path: Path, signals: list[str]) -> None:
+    """The run ignores SIGTERM, so that the second signal arrives while the launcher waits for its end."""
+    wait = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(99)"
+    log, numbers = tmp_path / "log", [getattr(signal, f"SIG{name}") for name in signals]
+    command = [sys.executable, "-m", "launch.retry", "--log", str(log), "--", "-S", "-c", wait]
+    with subprocess.Popen(command, cwd=ROOT) as launcher:
+        assert eventually(lambda: log.exists() and log.read_text().endswith("\n"), 60)
+        run = int(log.read_text().split()[1])
+        for number in numbers:
+            launcher.send_signal(number)
+            time.sleep(0.5)
+        code = launcher.wait(60)
+    if not (ended := eventually(lambda: gone(run))):
+        os.kill(run, signal.SIGKILL)
+    assert (code, ended) == (128 + numbers[0], True)
+
+
+@lanes("cpu")
+def test_ignored_stop_signal_stays_ignored(lane: Lane, tmp_path: Path) -> None:
+    """As under nohup."""
+    program = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.5); print('done')"
+    command = [
+        sys.executable,
+        "-m",
+        "launch.retry",
+        "--log",
+        str(tmp_path / "log"),
+        "--",
+        "-S",
+        "-c",
+        program,
+    ]
+    ended = subprocess.run(["nohup", *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "done\n")
+
+
+@lanes("cpu")
+@planted("C25", "the clock is set while a run trains, a rank that hangs")
+def test_set_clock_is_no_stall(lane: Lane, tmp_path: Path, monkeypatch) -> None:
+    """The file's time and the system's clock may differ by any amount; only a time that stays is a stall."""
+    begun, now = tmp_path / "begun", [0.0]
+    stall = Stall(begun, 3.0)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert stall() == ""
+    for step, clock in enumerate((1e9, 1e9 + 1, 1e9 + 7200, 1e9 - 7200)):
+        begun.touch()
+        os.utime(begun, (clock, clock))
+        now[0] = 2.0 * step
+        assert stall() == ""
+    now[0] += 3.5
+    assert stall() == "no step for 3 s"

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -193,6 +194,11 @@ def test_foreign_or_broken_checkpoint_is_refused(lane: Lane, tmp_path: Path) -> 
         trainer(TrainingPlan(3, policy="eager", lr=1e-2), checkpoint=path).resume()
     with pytest.raises(DataError, match="cannot resume: seed was 0, now it is 5"):
         trainer(TrainingPlan(2, policy="eager"), checkpoint=path, seed=5).resume()
+    for foreign in ({"model": {}}, [1]):
+        torch.save(foreign, path)
+        with pytest.raises(DataError, match=r"^[^\n]*: no checkpoint of a training$"):
+            trainer(TrainingPlan(2, policy="eager"), checkpoint=path).resume()
+    trainer(TrainingPlan(2, policy="eager"), checkpoint=path).run(until=1)
     for broken in (path.read_bytes()[:1000], b"no checkpoint", b""):
         path.write_bytes(broken)
         with pytest.raises(DataError, match=r"^[^\n]*: no checkpoint \([^\n]*\)$"):
@@ -386,3 +392,51 @@ def test_trainer_imports_no_suite() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout) == []
+
+
+@lanes("cpu")
+def test_unwritable_output_is_refused_at_start(lane: Lane, tmp_path: Path, capsys) -> None:
+    """Not after the last step, when the training would be lost."""
+    small = ["--policy", "eager", "--steps", "1", "--batch", "2", "--tokens", "32", "--data", str(CORPUS)]
+    for option, path in itertools.product(("--checkpoint", "--log"), (tmp_path / "missing" / "a", tmp_path)):
+        log = [] if option == "--log" else ["--log", str(tmp_path / "log.jsonl")]
+        assert main([*small, *log, option, str(path)]) == 3
+        assert re.fullmatch(f"refused: [^\n]*{option}=[^\n]*\n", capsys.readouterr().err)
+    assert not (tmp_path / "log.jsonl").exists()
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("name", ["state.new", "state.pt"])
+def test_failed_save_keeps_other_checkpoints(lane: Lane, tmp_path: Path, monkeypatch, name: str) -> None:
+    """A checkpoint's temporary name is no other checkpoint's, and not its own."""
+    others = [tmp_path / other for other in ("state.new", "state.pt", "state.b.new")]
+    for other in others:
+        other.write_text("good")
+    run = trainer(TrainingPlan(1, policy="eager"), checkpoint=tmp_path / name)
+    seen: list[str] = []
+
+    def full(state: object, file: Any) -> None:
+        seen.append(Path(file.name).name)
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        run.save()
+    assert [other.read_text() for other in others] == ["good"] * 3
+    assert seen == [f"{name}.new"]
+
+
+@lanes("cpu")
+def test_log_that_began_late_has_each_step_once(lane: Lane, tmp_path: Path) -> None:
+    """The log is added at a resume, and the run is resumed again from a checkpoint before the log's end."""
+    plan, path, log = TrainingPlan(6, policy="eager"), tmp_path / "state.pt", tmp_path / "log.jsonl"
+    trainer(plan, checkpoint=path).run(until=2)
+    for until, crash in ((4, False), (5, True), (6, False)):
+        saved = path.read_bytes()
+        run = trainer(plan, checkpoint=path, log=log)
+        run.resume()
+        run.run(until=until)
+        if crash:
+            path.write_bytes(saved)
+            log.write_text(log.read_text() + '{"step": 5, "lo')
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [2, 3, 4, 5]

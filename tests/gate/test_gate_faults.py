@@ -184,6 +184,7 @@ REFUSALS = {
     "unknown lane 'tpu'; lanes: cpu, h200, h200x2, v6e": ("gate", "--lane", "tpu", "--candidate", "torch==1"),
     "name the candidate: --candidate 'torch==X'": ("gate", "--lane", "cpu"),
     "or --python-bad PATH": (*PAIR, "--candidate", "torch==1"),
+    "/none: no such interpreter": ("gate", "--lane", "cpu", "--python-bad", "/none"),
     "--without is for interpreters (--python-bad PATH)": (
         *("gate", "--lane", "cpu", "--candidate", "torch==1", "--without", "fast"),
     ),
@@ -191,7 +192,7 @@ REFUSALS = {
     "--adopted cannot be combined with an interpreter for it": (
         *PAIR,
         "--python-good",
-        "x",
+        sys.executable,
         "--adopted",
         "torch==1",
     ),
@@ -203,6 +204,7 @@ REFUSALS = {
     "--out suites/compile holds sources of the work tree": (*PAIR, "--out", "suites/compile"),
     "--budget: must be a number of minutes of at least 0, got nan": (*PAIR, "--budget", "nan"),
     "--sessions: at least 6 sessions, got 3": (*PAIR, "--sessions", "3"),
+    "--command: the command is empty": (*PAIR, "--command", " "),
     "invalid candidate 'torch=>1'": ("gate", "--lane", "cpu", "--candidate", "torch=>1"),
 }
 
@@ -251,7 +253,7 @@ def test_folder_of_a_refused_gate_is_used_again(run: Any, tree: Tree) -> None:
     tree.write("g/canaries-good.json", "{}")
     code, _, err = run(*PAIR, "--out", "g", "--resume", "--", "suites/canaries", "--no-such-option")
     assert code == 4
-    assert "pytest rejects the selection" in err
+    assert "pytest rejects the selection: unrecognized arguments: --no-such-option" in err
 
 
 @planted("C39", "an interpreter that was prepared without the lane's kernel wheels")

@@ -43,6 +43,11 @@ UNSEEN: dict[str, Edit] = {
         (root / "env" / "pyvenv.cfg").write_text("\n"),
         (root / "env" / "x.py").write_text("\n"),
     ],
+    "bisect": lambda root: [
+        (root / "bisect-torch-1-2" / "probes").mkdir(parents=True),
+        (root / "bisect-torch-1-2" / "state.jsonl").write_text("{}\n"),
+        (root / "bisect-torch-1-2" / "probes" / "reading.json").write_text("{}\n"),
+    ],
     "output": lambda root: [(root / "out").mkdir(), (root / "out" / "x.py").write_text("\n")],
 }
 
@@ -97,6 +102,16 @@ def test_commit_is_part_of_the_binding(tmp_path: Path) -> None:
     before = bind(tmp_path)
     head = repository.commit("two")
     assert before.differences(bind(tmp_path)) == [f"commit {before.commit[:12]} -> {head[:12]}"]
+
+
+def test_git_lists_a_tree_without_pyproject(tmp_path: Path) -> None:
+    """`bumpgate init` writes no pyproject.toml: the commit is bound, and .gitignore holds, without one."""
+    head = GitRepository(tmp_path).commit("one", {"bumpgate.toml": "[lanes]\n", ".gitignore": "kept/\n"})
+    before = bind(tmp_path)
+    assert before.commit == head
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "x.json").write_text("{}\n")
+    assert before.differences(bind(tmp_path)) == []
 
 
 def test_own_tree_binds_its_bumpgate_by_its_files(root: Path) -> None:

@@ -192,3 +192,7 @@ def alive(pids: str) -> bool:
     """Whether any of the processes still runs; a zombie does not count."""
     found = [psutil.Process(int(pid)) for pid in pids.split() if psutil.pid_exists(int(pid))]
     return any(process.status() != psutil.STATUS_ZOMBIE for process in found)
+
+
+def test_interpreter_in_the_root_folder_has_an_environment(tmp_path: Path) -> None:
+    assert "PYTHONPYCACHEPREFIX" not in child_environment(Path("/python"), tmp_path)
