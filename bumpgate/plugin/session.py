@@ -242,7 +242,7 @@ class LaneSession:
     def _explain_missing(self, row_id: str, reviewed: Reviewed, complete: bool) -> Judgement:
         happened, test, file = self.reports, reviewed.test, _file_of(reviewed.test)
         ran = test in self.selection.selected
-        gone = unreached = False
+        gone = unreached = lost = False
         if test in happened.infra:
             reason = happened.infra[test]
         elif test in happened.failed:
@@ -264,9 +264,11 @@ class LaneSession:
             reason = f"{test} was set up and not run"
         else:
             reason = f"{test} no longer reports it" if ran else f"its test is gone: {test}"
-            gone = self.full and complete
+            lost, gone = not ran, self.full and complete
         lane = self.baseline.lane
-        command = accept(lane, row_id, prune=True) if gone else investigate(lane, test)
+        # A part does not know whether the test moved: the whole lane does, and then prints how to accept the loss.
+        rerun = "" if lost and not in_tier(test) else test
+        command = accept(lane, row_id, prune=True) if gone else investigate(lane, rerun)
         verdict = Verdict.INFRA if test in happened.infra else Verdict.MISSING
         row = Row(
             row_id,

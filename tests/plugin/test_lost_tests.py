@@ -39,6 +39,7 @@ def test_lost_test_is_red_in_a_part_that_contains_it(project: Project, narrow: l
     result = project.pytest(*RUN, "--part", *narrow)
     assert result.code == 1, result.out
     assert project.verdicts()["gone"] == "MISSING"
+    assert "-> pytest -m cpu\n" in result.out, "a command for a test that does not exist"
 
 
 def test_affected_run_reports_a_test_that_the_change_removed(project: Project) -> None:
