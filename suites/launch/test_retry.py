@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -364,7 +365,9 @@ def test_stop_signals_leave_no_process(lane: Lane, tmp_path: Path, signals: list
     wait = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(99)"
     log, numbers = tmp_path / "log", [getattr(signal, f"SIG{name}") for name in signals]
     command = [sys.executable, "-m", "launch.retry", "--log", str(log), "--", "-S", "-c", wait]
-    with subprocess.Popen(command, cwd=ROOT) as launcher:
+    # A test run under nohup ignores SIGHUP, and its children inherit that.
+    default = partial(signal.signal, numbers[0], signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=ROOT, preexec_fn=default) as launcher:
         assert eventually(lambda: log.exists() and log.read_text().endswith("\n"), 60)
         run = int(log.read_text().split()[1])
         for number in numbers:
