@@ -324,7 +324,7 @@ def test_gate_that_ends_with_another_code_has_no_verdict(
 
 
 def test_gate_with_bad_input_is_refused_on_every_host(foreign: Foreign) -> None:
-    (result,) = gates.run(FakeEngine(), ["mine"], "", ("--python-bad", "none"), foreign.root / "out")
+    (result,) = gates.run(FakeEngine(), ["mine"], "", ("--python-bad", sys.executable), foreign.root / "out")
     assert (result.gate, result.bad_input) == (None, True)
     assert "pyproject.toml has no extra 'mine'" in result.why
 
