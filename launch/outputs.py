@@ -1,4 +1,4 @@
-"""What a training leaves besides its checkpoint: checks before the first step, its log, the caches it publishes.
+"""What a training leaves: checks before the first step, its checkpoint's file, its log, the caches it publishes.
 
 Standard library only.
 """
@@ -6,14 +6,14 @@ Standard library only.
 from __future__ import annotations
 
 import json
-import math
+import os
 import sys
-from collections.abc import Mapping
-from itertools import takewhile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from launch import caches, environment
-from launch.contract import Contract
+from launch.contract import Contract, ContractError
 
 
 def check(files: Mapping[str, Path | None]) -> None:
@@ -29,18 +29,35 @@ def check(files: Mapping[str, Path | None]) -> None:
         caches.usable(path.parent, name=f"directory of {option}")
 
 
-def drop_steps(log: Path, step: int) -> None:
-    """Drop the lines of a log from `step` on. It may have begun at a later step than the training."""
-    lines = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(takewhile(lambda line: _step_of(line) < step, lines)))
-
-
-def _step_of(line: str) -> float:
-    """Return the step of a log's line, infinity for one that was cut off."""
+def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Replace a file by what `write` writes, completely or not at all."""
+    temporary = path.with_name(f"{path.name}.new")
     try:
-        return float(json.loads(line)["step"])
-    except ValueError:
-        return math.inf
+        with temporary.open("wb") as file:
+            write(file)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def drop_steps(log: Path, step: int) -> None:
+    """Drop the lines of a log from `step` on. It may have begun at a later step than the training.
+
+    Raises ContractError, and changes nothing, if a line is not a step; the last one may have been cut off.
+    """
+    lines = log.read_text().splitlines(keepends=True)
+    kept = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if json.loads(line)["step"] < step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines) or line.endswith("\n"):
+                raise ContractError(
+                    f"{log}: line {number} is not a step of a training; use another --log"
+                ) from None
+    log.write_text("".join(kept))
 
 
 def publish(contract: Contract) -> int:
@@ -48,5 +65,5 @@ def publish(contract: Contract) -> int:
     try:
         return environment.publish_caches(contract)
     except (caches.CacheError, OSError) as error:
-        print(f"caches not published: {getattr(error, 'strerror', error)}", file=sys.stderr)
+        print(f"caches not published: {error}", file=sys.stderr)
         return 0

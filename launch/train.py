@@ -58,6 +58,7 @@ REFUSED, NOT_FINITE, DISK_FULL, OVER_BUDGET = environment.REFUSED, 4, environmen
 
 
 ONE_EACH = Layout()
+SAVED = {"config", "plan", "step", "model", "optimizer", "source", "rng"}  # keys of a checkpoint
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -295,14 +296,8 @@ class Trainer:
             "source": self.source.state_dict(),  # type: ignore[attr-defined]
             "rng": torch.get_rng_state(),
         }
-        temporary = self.checkpoint.with_name(f"{self.checkpoint.name}.new")
-        try:
-            with temporary.open("wb") as file:  # with a path, torch.save hides the reason of a failed write
-                torch.save(state, file)
-            os.replace(temporary, self.checkpoint)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        # With a path, torch.save hides the reason of a failed write.
+        outputs.replace(self.checkpoint, lambda file: torch.save(state, file))
 
     def resume(self) -> None:
         """Resume from the checkpoint. Raises DataError, one line, if it is of another run."""
@@ -310,7 +305,7 @@ class Trainer:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             raise DataError(f"{self.checkpoint}: no checkpoint ({type(error).__name__})") from None
-        if not isinstance(state, dict) or not {"config", "plan"} <= state.keys():
+        if not isinstance(state, dict) or not state.keys() >= SAVED:
             raise DataError(f"{self.checkpoint}: no checkpoint of a training")
         for name, mine in (("config", asdict(self.config)), ("plan", asdict(self.plan))):
             changed = [key for key in mine if state[name].get(key) != mine[key]]

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from bumpgate.plugin.instruments import DynamoWatch, reset_dynamo
 from launch import contract, train
+from launch.contract import ContractError
 from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches, receipt
 from launch.optimizers import build_optimizer
 from launch.train import NonFiniteError, Trainer, TrainingPlan, facts, main, parser
@@ -440,3 +441,8 @@ def test_log_that_began_late_has_each_step_once(lane: Lane, tmp_path: Path) -> N
             path.write_bytes(saved)
             log.write_text(log.read_text() + '{"step": 5, "lo')
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [2, 3, 4, 5]
+    for foreign in ("notes\n", '[1]\n{"step": 0}\n', '{"loss": 1}\n'):
+        log.write_text(foreign)
+        with pytest.raises(ContractError, match="line 1 is not a step of a training"):
+            trainer(plan, checkpoint=path, log=log).resume()
+        assert log.read_text() == foreign
