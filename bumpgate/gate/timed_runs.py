@@ -81,8 +81,12 @@ class TimedRuns:
             )
         )
         for (name, pair), own_calls in calls.items():
-            spent = max(next(runs).seconds for _ in own_calls)
-            self.runner.view.say(f"{TITLES[name]}: compile cache {pair + 1} filled; {spent:.0f} s")
+            own_runs = [next(runs) for _ in own_calls]
+            spent = max(run.seconds for run in own_runs)
+            ended = [not run.failure and run.record and run.record.complete for run in own_runs]
+            lost = ", ".join(run.log.name for run, whole in zip(own_runs, ended) if not whole)
+            lost = lost and f"; {ended.count(True)} of {len(ended)} processes ended, not: {lost}"
+            self.runner.view.say(f"{TITLES[name]}: compile cache {pair + 1} filled; {spent:.0f} s{lost}")
 
     def sessions(self, sessions: Sessions, other: str) -> None:
         """Run sessions of the candidate and `other` until every row is decided or the budget is spent.

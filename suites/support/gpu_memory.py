@@ -20,6 +20,7 @@ from bumpgate.run.shares import first_gpu
 LOCKS = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gpu_memory"
 SLOT_GIB = 2
 UNCLAIMED_GIB = 30  # fourteen workers used 27 to 29 while nothing was claimed
+_slots_held: list[int] = []  # by this process: one number, or none
 
 
 @contextmanager
@@ -44,7 +45,12 @@ def held(count: int, slots: int, *, first: bool = False) -> Iterator[None]:
     """Hold `count` of the slots, all if there are fewer. They are file locks: a process that dies frees its own.
 
     first: no other process gets one until this one has them.
+    RuntimeError: this process holds some already. It would wait for itself if both do not fit.
     """
+    if _slots_held:
+        raise RuntimeError(
+            f"this process already holds {_slots_held[0]} of {slots} slots: claim once, the sum"
+        )
     count = min(count, slots)
     while True:
         with locked(_lock("turn"), exclusive=True):
@@ -56,7 +62,11 @@ def held(count: int, slots: int, *, first: bool = False) -> Iterator[None]:
             break
         time.sleep(POLL_SECONDS)
     with found:
-        yield
+        _slots_held.append(count)
+        try:
+            yield
+        finally:
+            _slots_held.clear()
 
 
 def _lock(name: object) -> Path:

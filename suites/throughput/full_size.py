@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -121,12 +121,19 @@ class FullSize:
         return torch.cuda.max_memory_allocated() - self.held
 
 
+def memory(name: str) -> AbstractContextManager[None]:
+    """Claim the memory of a timed test's model if the run fills compile caches: the test does not run alone then."""
+    return claimed(GIB[name]) if untimed() else nullcontext()
+
+
 @contextmanager
 def full_size(name: str, policy: str) -> Iterator[FullSize]:
-    """Yield the preset `name` at full size under `policy`: contract applied, Dynamo watched, memory freed at exit."""
+    """Yield the preset `name` at full size under `policy`: contract applied, Dynamo watched, memory freed at exit.
+
+    The caller has claimed the memory (GIB) if other tests use the GPU.
+    """
     contract, config = load(), preset(name, "full")
-    memory = claimed(GIB[name]) if untimed() else nullcontext()
-    with memory, dynamo_config(read_dynamo_config(contract.dynamo)), DynamoWatch() as watch:
+    with dynamo_config(read_dynamo_config(contract.dynamo)), DynamoWatch() as watch:
         torch.manual_seed(SEED)
         held = torch.cuda.memory_allocated()
         apply_dynamo(contract)

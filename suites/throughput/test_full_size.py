@@ -31,6 +31,7 @@ from suites.throughput.full_size import (
     FullSize,
     device_work,
     full_size,
+    memory,
     step_flops,
 )
 
@@ -50,7 +51,7 @@ def test_full_size_training_step(
     lane: Lane, name: str, policy: str, row, canaries, exclusive_machine
 ) -> None:
     canaries(*INSTRUMENTS)
-    with full_size(name, policy) as hybrid:
+    with memory(name), full_size(name, policy) as hybrid:
         case = f"throughput/{name}-full-{policy}-{BATCH}x{hybrid.config.seq_len}"
         first = hybrid.first_step()
         if untimed():  # the caches are filled; an optimizer's state would take 16 GiB more

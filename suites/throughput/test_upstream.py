@@ -33,6 +33,7 @@ from suites.throughput.full_size import (
     WARMUP,
     device_work,
     full_size,
+    memory,
 )
 
 # Model -> the ops that have a peer where the model calls them, and the peer's package. nam56r's attention has none.
@@ -80,7 +81,7 @@ def test_own_ops_against_their_peers(lane: Lane, name: str, row, record_property
     if reason := not_run(record_property, lane, rows, [package for *_, package in PEERS[name]]):
         pytest.skip(f"not run: {reason}")
     keep_winners()
-    with full_size(name, "eager") as hybrid:
+    with memory(name), full_size(name, "eager") as hybrid:
         for ids in hybrid.batches:
             ids[:, 1:].masked_fill_(ids[:, 1:] == hybrid.config.bos_id, hybrid.config.bos_id + 1)
         with upstream(name) as calls:

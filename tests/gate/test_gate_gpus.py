@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,16 +27,19 @@ FOUR = divide(["0", "1", "2", "3"], 1, range(8))
 
 
 class Calls:
-    """Lane runs by the time they start together."""
+    """Lane runs by the time they start together. dying: names of the records of those that die."""
 
     def __init__(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at_once: list[list[LaneCall]] = []
         self.machine = machine
+        self.dying: set[str] = set()
         monkeypatch.setattr(bench, "run_lanes", self.run)
 
     def run(self, calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:
         self.at_once.append([*calls])
-        return self.machine.run_lanes(calls, timeout)
+        runs = self.machine.run_lanes(calls, timeout)
+        dead = [call.record.name in self.dying for call in calls]
+        return [replace(run, record=None, failure="died") if d else run for run, d in zip(runs, dead)]
 
     def table(self, *variables: str) -> list[list[tuple[str, ...]]]:
         """Return the side and these env_vars of each call."""
@@ -102,6 +106,7 @@ def test_further_caches_are_filled_by_all_gpus(calls: Calls, machine: Machine, o
     for spec in made.env_specs.values():
         spec.mark_filled(0, None)
     sessions = Sessions({f"a/{i}/s": f"t.py::test_{i}" for i in range(9)}, None, 2, cache_pairs=2)
+    calls.dying = {"warm-good-1-0.json", "warm-good-1-2.json"}
     timed_runs.TimedRuns(made).warm(sessions)
     variables = ("CUDA_VISIBLE_DEVICES", "CACHE", "BUMPGATE_ROUNDS", "BUMPGATE_UNTIMED")
     expected = [("good", gpu, "good 2", "1", "1") for gpu in ("0", "1") * 4]
@@ -109,7 +114,10 @@ def test_further_caches_are_filled_by_all_gpus(calls: Calls, machine: Machine, o
     assert calls.table(*variables) == [expected]
     selections = [[test[-1] for test in call.selection[2:]] for call in calls.at_once[0]]
     assert selections == [["0", "8"], *([str(i)] for i in range(1, 8))] * 2
-    assert "candidate: compile cache 2 filled" in (out / "output.txt").read_text()
+    printed = (out / "output.txt").read_text()
+    lost = "6 of 8 processes ended, not: warm-good-1-0.log, warm-good-1-2.log\n"
+    assert re.search(f"adopted: compile cache 2 filled; [0-9]+ s; {lost}", printed)
+    assert re.search("candidate: compile cache 2 filled; [0-9]+ s\n", printed)
     calls.at_once.clear()
     timed_runs.TimedRuns(made).sessions(sessions, "good")
     variables = ("CACHE", "BUMPGATE_UNTIMED", "BUMPGATE_SESSION")

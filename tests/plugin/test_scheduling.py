@@ -19,7 +19,8 @@ from bumpgate.plugin.assignment import TestByTest
 from bumpgate.plugin.scheduling import unit
 from bumpgate.plugin.timing import lock_file, locked, try_lock
 from suites.kernels.first_call import keep
-from suites.support.gpu_memory import LOCKS
+from suites.support import gpu_memory
+from suites.support.gpu_memory import LOCKS, held
 from tests.support.tree import ROOT
 
 CONFTEST = """
@@ -288,6 +289,19 @@ def test_claim_of_a_dead_process_is_released(claims: Claims) -> None:
     dead.wait()
     release(claims.hold(6))
     assert claims.log == ["+6", "+6", "-6"]
+
+
+def test_second_claim_of_a_process_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of 4 of 6 slots: it would wait for itself for ever. After the first is released it may claim again."""
+    monkeypatch.setattr(gpu_memory, "LOCKS", tmp_path / "gpu_memory")
+    with (
+        held(4, slots=6),
+        pytest.raises(RuntimeError, match="holds 4 of 6 slots: claim once"),
+        held(4, slots=6),
+    ):
+        pass
+    with held(6, slots=6):
+        pass
 
 
 def test_patient_exclusive_lock_lets_shared_holders_pass(tmp_path: Path) -> None:

@@ -15,6 +15,13 @@ from tests.support.tree import ROOT
 RECORDS = sorted((ROOT / "baselines" / "records").glob("*.json.xz"))
 # Rows whose reviewed value a later change of the contract moved, in runs before it.
 CONTRACT_SINCE = {"compile/contract/dynamo_lines_at_first_compile": "optimize_ddp=False"}
+# Red rows of a kept run, explained in docs/h200_newer_torch.md.
+EXPLAINED = {
+    "h200-whole-another-machine": {
+        "kernels/mamba3_siso-N128-G1/first_call_seconds",
+        "throughput/nam12-full-whole_opaque-2x4096/cold_first_step_seconds",
+    }
+}
 
 
 def name_of(path: Path) -> str:
@@ -56,9 +63,8 @@ def test_kept_record_passes_the_current_baseline(path: Path) -> None:
         assert name_of(path) == f"{record.provenance['lane']}-torch-{torch}"
         return
     judged = [j for j in rejudged(record) if CONTRACT_SINCE.get(j.row.id, "") in str(j.row.value)]
-    assert {j.verdict for j in judged} <= {Verdict.PASS, Verdict.WIN}, [
-        f"{j.row.id}: {j.reason}" for j in judged if j.verdict not in (Verdict.PASS, Verdict.WIN)
-    ]
+    red = {j.row.id: j.reason for j in judged if j.verdict not in (Verdict.PASS, Verdict.WIN)}
+    assert red.keys() == EXPLAINED.get(name_of(path), set()), red
 
 
 # A tolerance above this needs a note with the measurement that requires it, in percent.
