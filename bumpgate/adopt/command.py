@@ -14,7 +14,14 @@ import typer
 from filelock import FileLock
 from packaging.utils import canonicalize_name
 
-from bumpgate.adopt.kernels import check_manifest, check_without, given_up_rows, lost_rows, moved_manifest
+from bumpgate.adopt.kernels import (
+    check_manifest,
+    check_without,
+    given_up_rows,
+    lost_rows,
+    moved_manifest,
+    taken_back,
+)
 from bumpgate.adopt.measured import (
     MeasuredSet,
     Named,
@@ -228,7 +235,7 @@ def _adopting(
     after = {
         locked: lock_text(lock),
         manifest: row,
-        **moved_requirements(root, lane, lock, without),
+        **moved_requirements(root, lane, lock, without, taken_back(root, lane, lock)),
         reviewed_rows: file_text(new),
     }
     edits = [

@@ -1,4 +1,4 @@
-"""Kernel wheels in an adoption: which the candidate has, which the adopted set gives up, and their manifest row."""
+"""Kernel wheels in an adoption: which the adopted set gives up or takes back, and their manifest row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bumpgate.core.rows import Record
 from bumpgate.env.freeze import moved_row
 from bumpgate.env.locks import Lock, Wheel, lane_lock, read_lock
 from bumpgate.env.manifest import KernelWheel, ManifestError, label, load
-from bumpgate.env.request import kernel_wheels, require_kernel_wheels
+from bumpgate.env.request import kernel_wheels, known_kernel_wheels, require_kernel_wheels
 from bumpgate.run.edits import AdoptionError, read
 from bumpgate.wheels.fitting import names
 
@@ -49,7 +49,8 @@ def moved_manifest(root: Path, lane: str, lock: Lock, torch: str, without: Colle
     """Return manifest.toml with the lane's adopted row moved to the set; None if nothing changes.
 
     torch: that the wheels were measured with. A wheel of another build than the row's gets its version and hash, and
-    the torch of its label, else this one. One that was given up moves from `wheels` to `without`.
+    the torch of its label, else this one. One that is given up is named in `without` and keeps its table, from which it
+    can be built for another torch; one that the set has again is not.
     """
     import tomlkit
 
@@ -57,9 +58,10 @@ def moved_manifest(root: Path, lane: str, lock: Lock, torch: str, without: Colle
     if not path.exists():
         return None
     row = next((r for r in load(path).environments if (r.status, r.lane) == ("adopted", lane)), None)
-    built = _rebuilt(root, lane, row.wheels, lock) if row else {}
+    built = _rebuilt(root, lane, row.known_wheels, lock) if row else {}
+    back = taken_back(root, lane, lock)
     moved = moved_row(path, lane, lock)
-    if row is None or not (built or without):
+    if row is None or not (built or without or back):
         return moved
     document: Any = tomlkit.parse(moved or read(path) or "")
     table = document["environment"][row.name]
@@ -72,13 +74,17 @@ def moved_manifest(root: Path, lane: str, lock: Lock, torch: str, without: Colle
         if was and Version(was).public != Version(version).public:
             for key in OF_SOURCES:
                 found.pop(key, None)
-    for name in without:
-        del table["wheels"][tables[name]]
-    if without:
-        table["without"] = sorted({*row.without, *without})
-    if not table["wheels"]:
-        del table["wheels"]
+    if names_left := sorted({*row.without, *without} - {*back}):
+        table["without"] = names_left
+    else:
+        table.pop("without", None)
     return tomlkit.dumps(document)
+
+
+def taken_back(root: Path, lane: str, lock: Lock) -> tuple[str, ...]:
+    """Return the kernel wheels that the lane has given up and that the set has again."""
+    known, own = known_kernel_wheels(root, lane), kernel_wheels(root, lane)
+    return tuple(name for name in known if name in lock.versions and name not in own)
 
 
 def check_manifest(path: Path, text: str | None) -> None:

@@ -90,11 +90,14 @@ class Moving:
         return new
 
 
-def moved_requirements(root: Path, lane: str, lock: Lock, without: Collection[str] = ()) -> dict[Path, str]:
+def moved_requirements(
+    root: Path, lane: str, lock: Lock, without: Collection[str] = (), back: Collection[str] = ()
+) -> dict[Path, str]:
     """Return path -> text of the file that has the requirements of a lane, with the set's pins; empty if it stays.
 
-    Comments and order are kept. Raises AdoptionError (one line) if a requirement that contradicts the set would
-    remain, or one would change that the lock of another lane needs.
+    Comments and order are kept. back: packages of the set that are required again.
+    Raises AdoptionError (one line) if a requirement that contradicts the set would remain, or one would change that the
+    lock of another lane needs.
     """
     known = lanes.load(root)
     own = lanes.choose(known, lane)
@@ -102,6 +105,7 @@ def moved_requirements(root: Path, lane: str, lock: Lock, without: Collection[st
     locked = {other: read_lock(lane_lock(root, other)).versions for other in others}
     kind = "requirements file" if own.requirements else "extra"
     moving = Moving(lane, lock.versions, lock.python, without, kind, locked)
+    pins = [f"{name}=={Version(lock.versions[name]).public}" for name in sorted(back)]
     path = root / (own.requirements or lanes.PROJECT)
     text = read(path)
     if text is None:
@@ -109,9 +113,10 @@ def moved_requirements(root: Path, lane: str, lock: Lock, without: Collection[st
     if own.requirements:
         users = [other for other in locked if known[other].requirements == own.requirements]
         new = _moved_file(text, partial(moving.moved, where=own.requirements, users=users))
+        new = "\n".join([new.rstrip("\n"), *pins, ""]) if pins else new
     else:
         starts = {name: known[name].extra or name for name in locked if not known[name].requirements}
-        new = _moved_project(text, moving, own.extra or lane, starts, whole=lanes.is_foreign(root))
+        new = _moved_project(text, moving, own.extra or lane, starts, pins, whole=lanes.is_foreign(root))
     return {path: new} if new != text else {}
 
 
@@ -125,8 +130,16 @@ def _moved_file(text: str, moved: Callable[[str], str]) -> str:
     return "".join(lines)
 
 
-def _moved_project(text: str, moving: Moving, start: str, starts: Mapping[str, str], *, whole: bool) -> str:
-    """Return pyproject.toml with the pins of an extra, and of those that it includes, moved.
+def _moved_project(
+    text: str,
+    moving: Moving,
+    start: str,
+    starts: Mapping[str, str],
+    pins: Sequence[str],
+    *,
+    whole: bool,
+) -> str:
+    """Return pyproject.toml with the pins of an extra, and of those that it includes, moved, and `pins` added to it.
 
     starts: the extra of each other lane. whole: the project's own dependencies belong to the lane, too.
     """
@@ -149,6 +162,10 @@ def _moved_project(text: str, moving: Moving, start: str, starts: Mapping[str, s
             elif new != old:
                 extras[extra][index] = new
             changed = changed or new != old
+    for pin in pins:
+        one_line = "\n" not in extras[start].as_string()
+        (extras[start].append if one_line else extras[start].add_line)(pin)
+        changed = True
     for old in project.get("dependencies", ()) if whole else ():
         moving.check(str(old), f"{lanes.PROJECT}: dependencies")
     return tomlkit.dumps(document) if changed else text

@@ -62,7 +62,8 @@ class KernelWheel:
 class ManifestRow:
     """One row. python, torch and packages are PEP 440 specifiers; a build must satisfy them, local label included.
 
-    without: kernel wheels that the lane has given up. Their rows are NOT RUN, also under --gate.
+    wheels: kernel wheels that the environment has. without: names of those that the lane has given up; their rows are
+    NOT RUN, also under --gate. given_up: their tables, from which they can be built for another torch.
     """
 
     name: str
@@ -75,6 +76,12 @@ class ManifestRow:
     packages: Mapping[str, SpecifierSet] = field(default_factory=dict)
     wheels: tuple[KernelWheel, ...] = ()
     without: tuple[str, ...] = ()
+    given_up: tuple[KernelWheel, ...] = ()
+
+    @property
+    def known_wheels(self) -> tuple[KernelWheel, ...]:
+        """Return the kernel wheels that a candidate may have: also those that were given up."""
+        return (*self.wheels, *self.given_up)
 
 
 @dataclass(frozen=True)
@@ -266,6 +273,8 @@ class _Reader:
             raise self.fail(name, f"status must be one of {', '.join(STATUS)}, got {raw['status']!r}")
         if self.lanes and raw["lane"] not in self.lanes:
             raise self.fail(name, f"unknown lane {raw['lane']!r}; lanes: {', '.join(self.lanes)}")
+        without = self.without(name, raw.get("without", []))
+        wheels = [self.wheel(f"{name}.wheels.{n}", n, w) for n, w in raw.get("wheels", {}).items()]
         row = ManifestRow(
             name=name,
             status=raw["status"],
@@ -277,11 +286,10 @@ class _Reader:
             packages={
                 n: self.specifier(f"{name}.packages.{n}", v) for n, v in raw.get("packages", {}).items()
             },
-            wheels=tuple(self.wheel(f"{name}.wheels.{n}", n, w) for n, w in raw.get("wheels", {}).items()),
-            without=self.without(name, raw.get("without", [])),
+            wheels=tuple(wheel for wheel in wheels if wheel.name not in without),
+            without=without,
+            given_up=tuple(wheel for wheel in wheels if wheel.name in without),
         )
-        if both := [wheel.name for wheel in row.wheels if wheel.name in row.without]:
-            raise self.fail(name, f"{both[0]} has a table in wheels and is in without: remove one of them")
         known = any(wheel.fault for wheel in row.wheels)
         for fault in contradictions(row):
             if row.status == "adopted" or not known:

@@ -135,7 +135,7 @@ def _with_candidate(
     """Return the requirements of a lane with `chosen` replacing its own, as lane_request describes."""
     lock = lane_lock(root, lane)
     locked = {p.name: p for p in read_lock(lock).packages} if lock.exists() else {}
-    kernels, name, version = kernel_wheels(root, lane), canonicalize_name(chosen.name), _exact(chosen)
+    kernels, name, version = known_kernel_wheels(root, lane), canonicalize_name(chosen.name), _exact(chosen)
     pair = PAIRS.get(lane, ())
     kept = []
     for text in requirements:
@@ -246,14 +246,20 @@ def _row_pins(root: Path, lane: str) -> dict[str, str]:
 
 
 def kernel_wheels(root: Path, lane: str) -> tuple[str, ...]:
-    """Return the names of the kernel wheels in the adopted row of the lane."""
+    """Return the names of the kernel wheels that the adopted environment of the lane has."""
     row = _row(root, lane)
-    return tuple(str(canonicalize_name(wheel.name)) for wheel in row.wheels) if row else ()
+    return tuple(wheel.name for wheel in row.wheels) if row else ()
+
+
+def known_kernel_wheels(root: Path, lane: str) -> tuple[str, ...]:
+    """Return the names of the lane's kernel wheels: also of those that it has given up, which a candidate may have."""
+    row = _row(root, lane)
+    return tuple(wheel.name for wheel in row.known_wheels) if row else ()
 
 
 def require_kernel_wheels(root: Path, lane: str, names: Iterable[str]) -> None:
     """Raise BumpgateError (one line) if a name, of the option --without, is not a kernel wheel of the lane."""
-    known = kernel_wheels(root, lane)
+    known = known_kernel_wheels(root, lane)
     for name in names:
         if name not in known:
             listed = ", ".join(known) or "none"

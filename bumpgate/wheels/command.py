@@ -86,7 +86,7 @@ def audit_command(
         raise BumpgateError(f"{absent[0]}: no such wheel file")
     (target,) = targets(root, lane, [torch] if torch else [], python, None)
     manifest = read_manifest(root)
-    known = {w.sha256: w.torch for row in manifest.environments for w in row.wheels if w.sha256}
+    known = {w.sha256: w.torch for row in manifest.environments for w in row.known_wheels if w.sha256}
     refused = False
     for path in wheels:
         built_for = known.get(sha256_of(path), "")
@@ -128,7 +128,7 @@ def build_command(
     """
     root = find_root(Path.cwd())
     (target,) = targets(root, lane, [torch] if torch else [], python, None)
-    wheels = {wheel.name: wheel for wheel in read_manifest(root).adopted(lane).wheels}
+    wheels = {wheel.name: wheel for wheel in read_manifest(root).adopted(lane).known_wheels}
     names = package or list(wheels)
     if unknown := [name for name in names if name not in wheels]:
         known = ", ".join(wheels) or "none"
@@ -168,7 +168,7 @@ def fetch_command(
     root = find_root(Path.cwd())
     (target,) = targets(root, lane, [torch] if torch else [], python, None)
     lacking = False
-    for wheel in read_manifest(root).adopted(lane).wheels:
+    for wheel in read_manifest(root).adopted(lane).known_wheels:
         found = store.fetch(build_of(root, wheel, target), source)
         lacking = lacking or found is None
         typer.echo(

@@ -17,7 +17,7 @@ from bumpgate.env.build import BuildError, Environment, NotInstallable, Request,
 from bumpgate.env.cached import Say
 from bumpgate.env.inventory import Inventory, take
 from bumpgate.env.locks import Wheel
-from bumpgate.env.request import kernel_wheels
+from bumpgate.env.request import kernel_wheels, known_kernel_wheels
 from bumpgate.env.store import sha256_of
 from bumpgate.run.interpreter import Interpreter
 from bumpgate.run.runner import child_environment
@@ -49,13 +49,16 @@ def fit(
 ) -> Fitted:
     """Add the kernel wheels that pass their audit to a built environment, then audit the installed ones.
 
-    Refused wheels are left out; a lock already has its wheels. Raises BuildError, ChildFault, BumpgateError.
+    Refused wheels are left out; a lock already has its wheels. A wheel that the lane has given up is added if it fits,
+    and not mentioned otherwise. Raises BuildError, ChildFault, BumpgateError.
     """
-    if request.lock is not None or not kernel_wheels(root, lane):
+    own = kernel_wheels(root, lane)
+    unaudited = not own and abi.missing_tool()
+    if request.lock is not None or not known_kernel_wheels(root, lane) or unaudited:
         return Fitted(environment, request, missing(root, lane, environment.python))
     target = make_target(root, lane, environment.python)
-    present = {n for n in kernel_wheels(root, lane) if n in environment.packages}
-    choices = [c for c in plan(root, lane, target, find_links) if c.package not in present]
+    planned = (c for c in plan(root, lane, target, find_links) if c.package not in environment.packages)
+    choices = [c for c in planned if c.wheel or c.package in own]
     for choice in choices:
         for reason in choice.refused:
             say(f"refused: {reason}")
@@ -110,7 +113,7 @@ def missing(root: Path, lane: str, python: Path) -> dict[str, str]:
 
 def contents(root: Path, lane: str, python: Path) -> dict[str, str]:
     """Return the digest of the files of each kernel wheel of the lane that an interpreter has. Raises ChildFault."""
-    names = kernel_wheels(root, lane)
+    names = known_kernel_wheels(root, lane)
     found = _inventory(root, python) if names else None
     return {name: wheel.content for name in names if found and (wheel := found.installed(name))}
 
@@ -136,7 +139,7 @@ class Fitter:
     @property
     def names(self) -> frozenset[str]:
         """Return the kernel wheels of the lane, which follow the other packages."""
-        return frozenset(kernel_wheels(self.root, self.lane))
+        return frozenset(known_kernel_wheels(self.root, self.lane))
 
     def __call__(self, request: Request) -> Environment:
         """Return the environment of a request. Raises NotInstallable if its packages contradict each other."""

@@ -65,13 +65,13 @@ def read_manifest(root: Path) -> Manifest:
 
 
 def plan(root: Path, lane: str, target: Target, find_links: Sequence[str] = ()) -> list[Choice]:
-    """Return a choice for each kernel wheel of the lane's adopted row.
+    """Return a choice for each kernel wheel of the lane's adopted row, and for those that it has given up.
 
     Raises BumpgateError (one line) without binutils, and on a place of find_links that cannot be read.
     """
     offered = offers(find_links)
     manifest = read_manifest(root)
-    wheels = manifest.adopted(lane).wheels
+    wheels = manifest.adopted(lane).known_wheels
     if wheels and (tool := abi.missing_tool()):
         raise BumpgateError(f"{tool} is not on PATH, so no wheel can be audited: apt-get install binutils")
     return [_choose(root, lane, wheel, target, manifest, offered) for wheel in wheels]

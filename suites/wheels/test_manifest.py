@@ -266,11 +266,6 @@ device = "cpu"
         ("torch2.13", "torch2.12", "a: fast: its label names torch 2.12, it was built against 2.13.0"),
         ('device = "cpu"', 'device = "tpu"', "smoke.fast: device must be cpu or cuda, got 'tpu'"),
         ('cases = ["1"]', "cases = []", "smoke.fast: command and cases must be non-empty lists of strings"),
-        (
-            'source = "here"',
-            'source = "here"\nwithout = ["Fast"]',
-            "a: fast has a table in wheels and is in without: remove one of them",
-        ),
         ('source = "here"', 'source = "here"\nwithout = [1]', "a: without must be a list of names, got [1]"),
         ('source = "here"', 'source = "here"\nwithout = "x"', "a: without must be a list, got 'x'"),
         ("[environment.a.wheels.fast]", "[environment.a.wheels]\nfast = 1\n[other]", "unknown field 'other'"),

@@ -13,6 +13,7 @@ import pytest
 
 from bumpgate.adopt.measured import some
 from bumpgate.core.baseline import load
+from bumpgate.core.toml import tomllib
 from bumpgate.env.inventory import content_of
 from bumpgate.env.locks import lane_lock, read_lock
 from bumpgate.env.store import sha256_of
@@ -130,7 +131,8 @@ def test_interpreter_is_adopted_as_the_set_it_had(tree: PreparedTree, links: tup
     fast = f'version = "1.0"\ntorch = "9.11.0"\nsha256 = "{new}"\nsdist = "{SDIST}"  # from PyPI\n'
     manifest = (tree.root / "wheels/manifest.toml").read_text()
     row = MANIFEST.replace("==9.9.0", "==9.11.0") + 'without = ["faster"]\n\n'
-    assert manifest.startswith(f"{row}[environment.cpu.wheels.fast]\n{fast}\n[smoke.faster]\n")
+    faster = '[environment.cpu.wheels.faster]\nversion = "1.0"\ntorch = "9.9.0"\n'
+    assert manifest.startswith(f"{row}[environment.cpu.wheels.fast]\n{fast}\n{faster}\n[smoke.faster]\n")
     project = (tree.root / "pyproject.toml").read_text()
     assert EXTRA.replace("9.9.0", "9.11.0").replace('    "faster==1.0",\n', "") in project
     rows = load(tree.root / "baselines/cpu.json", "cpu").rows
@@ -151,6 +153,26 @@ def test_interpreter_is_adopted_as_the_set_it_had(tree: PreparedTree, links: tup
     restored = tree.files()
     assert [restored[Path(p).name] for p in WRITTEN] == [files[Path(p).name] for p in WRITTEN]
     assert lane()[0] == 1
+
+
+def test_wheel_is_taken_back_by_a_later_adoption(tree: PreparedTree, links: tuple[str, ...]) -> None:
+    """Its requirement, its table and its reviewed row are back; the lane needs it again."""
+    done = adopt(tree, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
+    assert done.code == 0, done.err
+    both = tree.interpreter("both", "torch==9.11.0", *(tree.kernels / "new").glob("*.whl"))
+    done = tree.gate_interpreters(Path(candidate(tree, "g")), both, "h")
+    assert (done.code, "NEW" in done.out, "kernels/faster/over_peer" in done.out) == (0, True, True), done.out
+    done = tree.bumpgate("adopt", "h/gate.json", *CANDIDATE, *links)
+    assert done.code == 0, done.err
+    new = sha256_of(tree.wheel("new", "faster"))
+    manifest = tomllib.loads((tree.root / "wheels/manifest.toml").read_text())["environment"]["cpu"]
+    assert "without" not in manifest
+    assert manifest["wheels"]["faster"] == {"version": "1.0", "torch": "9.11.0", "sha256": new}
+    assert '    "faster==1.0",\n]' in (tree.root / "pyproject.toml").read_text()
+    assert load(tree.root / "baselines/cpu.json", "cpu").rows["kernels/faster/over_peer"].value == 2
+    assert run_lane(tree, "h")[0] == 0
+    code, out = run_lane(tree, "g")
+    assert (code, "not run under --gate: kernels/faster/over_peer" in out) == (1, True)
 
 
 def test_no_store_leaves_the_wheels_out(tree: PreparedTree, links: tuple[str, ...]) -> None:
@@ -365,9 +387,7 @@ def test_candidate_without_kernel_wheels_gives_them_up(tree: PreparedTree) -> No
     assert done.code == 0, done.err
     assert "given up: fast, faster, with 2 rows\n" in done.out
     row = MANIFEST.replace("==9.9.0", "==9.10.0") + 'without = ["fast", "faster"]\n'
-    manifest = (tree.root / "wheels/manifest.toml").read_text()
-    assert manifest.startswith(row)
-    assert "wheels.fast" not in manifest
+    assert (tree.root / "wheels/manifest.toml").read_text().startswith(row)
     assert '"torch==9.10.0", # the adopted one\n]' in (tree.root / "pyproject.toml").read_text()
     assert not [
         row for row in load(tree.root / "baselines/cpu.json", "cpu").rows if row.startswith("kernels/")

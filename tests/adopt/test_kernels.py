@@ -8,11 +8,20 @@ from typing import Any
 
 import pytest
 
-from bumpgate.adopt.kernels import check_manifest, check_without, given_up_rows, lost_rows, moved_manifest
+from bumpgate.adopt.kernels import (
+    check_manifest,
+    check_without,
+    given_up_rows,
+    lost_rows,
+    moved_manifest,
+    taken_back,
+)
 from bumpgate.core.baseline import Baseline, Reviewed
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.core.toml import tomllib
 from bumpgate.env.locks import Lock, Locked, Wheel, lane_lock, write_lock
+from bumpgate.env.manifest import load
+from bumpgate.env.request import kernel_wheels, known_kernel_wheels
 from bumpgate.run.edits import AdoptionError
 from tests.support.tree import FAST_MANIFEST, declare_lanes
 
@@ -88,13 +97,33 @@ def test_adopted_build_is_left_as_it_is(tree: Path) -> None:
     assert row["wheels"]["fast"]["sha256"] == NEW
 
 
-def test_last_wheel_that_is_given_up_takes_its_table_along(tree: Path) -> None:
+def given_up(tree: Path, *names: str) -> None:
+    """Name wheels in `without` of the manifest row."""
     text = (tree / "wheels/manifest.toml").read_text()
-    write(tree, text.replace('lane = "h200"\n', 'lane = "h200"\nwithout = ["slow"]\n') + "# the end\n")
+    write(tree, text.replace('lane = "h200"\n', f'lane = "h200"\nwithout = {list(names)}\n') + "# the end\n")
+
+
+def test_given_up_wheel_keeps_the_table_it_is_built_from(tree: Path) -> None:
+    given_up(tree, "slow")
     row = moved(tree, Lock(lock().packages[:1]), "fast")
     assert row
-    assert "wheels" not in row
+    assert row["wheels"]["fast"]["sdist"] == "5" * 64
     assert row["without"] == ["fast", "slow"]
+    assert load(tree / "wheels/manifest.toml").adopted("h200").wheels
+
+
+@pytest.mark.parametrize(("sha256", "others"), [(NEW, []), (OLD, []), (NEW, ["slow"])])
+def test_wheel_of_the_set_is_taken_back(tree: Path, sha256: str, others: list[str]) -> None:
+    """Whether it was built again, or its file fits the new torch as it is."""
+    given_up(tree, "fast", *others)
+    assert known_kernel_wheels(tree, "h200") == ("fast",)
+    assert kernel_wheels(tree, "h200") == ()
+    assert taken_back(tree, "h200", lock()) == ("fast",)
+    assert taken_back(tree, "h200", Lock(lock().packages[:1])) == ()
+    row = moved(tree, lock(sha256=sha256))
+    assert row
+    assert row["wheels"]["fast"]["sha256"] == sha256
+    assert row.get("without", []) == others
 
 
 def test_tree_without_a_manifest_or_row_is_left_alone(tree: Path) -> None:
@@ -125,6 +154,9 @@ def test_each_lacking_wheel_must_be_given_up(tree: Path) -> None:
         check_without(tree, "h200", {"torch": TORCH}, ())
     with pytest.raises(AdoptionError, match=r"the candidate has fast 1\.0: leave the option out$"):
         check_without(tree, "h200", packages, ("fast",))
+    given_up(tree, "fast")
+    check_without(tree, "h200", {"torch": TORCH}, ())
+    check_without(tree, "h200", {"torch": TORCH}, ("fast",))
 
 
 def record(*not_run: str, **rows: int | None) -> SimpleNamespace:

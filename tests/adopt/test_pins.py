@@ -74,6 +74,16 @@ def test_requirements_file_moves_and_keeps_its_comments(root: Path) -> None:
     assert moved(root, "files", "flash-attn") == without
 
 
+def test_package_that_is_taken_back_is_required_again(root: Path) -> None:
+    """Without the local label of its build; on a line of its own if the others have one."""
+    new = lock_of({"torch": "2.15.0", "fast": "1.0+cu130"})
+    (text,) = moved_requirements(root, "files", new, back=["fast"]).values()
+    assert text.endswith("flash-attn==2.8.3\r\nfast==1.0\n")
+    (text,) = moved_requirements(root, "cpu", new, back=["fast"]).values()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    assert [name for name in extras if "fast==1.0" in extras[name]] == ["testing"]
+
+
 @pytest.mark.parametrize("text", [None, "", "[tool.x]\n", '[project]\nname = "mine"\n'])
 def test_absent_extras_are_nothing_to_move(text: str | None, root: Path) -> None:
     (root / "pyproject.toml").unlink()

@@ -70,6 +70,18 @@ def test_suites_are_given_the_reason_for_an_absent_wheel(tree: Path) -> None:
     assert fitter(lane_request(tree, "h200", "torch==2.2.0")) == with_wheel
 
 
+def test_wheel_that_was_given_up_is_added_where_it_fits(tree: Path) -> None:
+    """Where none fits, its absence needs no reason: the suites read it from the manifest."""
+    path = tree / "wheels" / "manifest.toml"
+    path.write_text(path.read_text().replace('lane = "h200"\n', 'lane = "h200"\nwithout = ["fast"]\n'))
+    fitter = Fitter(tree, "h200", (str(tree / "links"),))
+    fits, none = (fitter(lane_request(tree, "h200", f"torch==2.{week}.0")) for week in (2, 5))
+    assert (fits.packages.get("fast"), none.packages.get("fast")) == ("1.0+torch2.2", None)
+    assert fitter.variables(fits) == fitter.variables(none) == {}
+    assert fitter.names == {"fast"}, "it follows torch in a bisect"
+    assert missing(tree, "h200", none.python) == {}, "the adopted set does not need it"
+
+
 @pytest.mark.parametrize("key", ["a", "b", "c"])
 def test_environment_without_its_wheels_is_released(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the wheels that fit it are none."""
