@@ -31,6 +31,7 @@ from bumpgate.env.build import Environment
 from bumpgate.env.request import RUNNING, Request, lane_request
 from bumpgate.env.uv import public_url
 from bumpgate.env.versions import FoundVersion, versions
+from bumpgate.run.shell import require_syntax
 
 USAGE, NOTHING_SELECTED = 4, 5
 COMPILING = {"numpy": "numpy", "setuptools": "setuptools<82"}
@@ -117,6 +118,7 @@ class Options:
             raise BisectError("name the range: --good VERSION --bad VERSION, or --from-gate GATE_JSON")
         if self.command and self.selection:
             raise BisectError("--command and a pytest selection: use one, not both")
+        require_syntax(self.command)
         if self.interactive and self.selection:
             raise BisectError("--interactive and a pytest selection: use one, not both")
         if not (self.command or self.interactive or (self.lane and self.selection)):

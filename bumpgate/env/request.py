@@ -98,8 +98,14 @@ def lane_request(
     conflicts. The lane's kernel wheels are built for one torch, so a candidate of torch has none of them;
     `bumpgate wheels plan` selects those that fit. Any other candidate replaces what torch requires of that package.
     A lane without a lock takes its extra from pyproject.toml and its manifest row. locked: False also resolves the
-    adopted set. changes: fields of Request. Raises BumpgateError on an unknown lane or an invalid candidate.
+    adopted set. changes: fields of Request. Raises BumpgateError on an unknown lane, an invalid candidate, or a folder
+    of find_links that does not exist.
     """
+    for place in changes.get("find_links", ()):
+        if (path := local_path(place)) and not path.exists():
+            raise BumpgateError(
+                f"--find-links {place}: no such folder of wheels: name a folder, or the URL of a page"
+            )
     lock = lane_lock(root, lane)
     script = lane_script(root, lane)
     if candidate is None and locked and lock.exists():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bumpgate.core.rows import write_atomic
 from bumpgate.run.binding import GENERATED
+from bumpgate.run.shell import require_syntax
 
 TEST = '''"""Written by `bumpgate gate --command`."""
 
@@ -32,7 +33,8 @@ def test_path(lane: str, command: str) -> str:
 
 
 def write_test(root: Path, lane: str, command: str) -> None:
-    """Write the generated test of a command."""
+    """Write the generated test of a command. Raises BumpgateError (one line) if the shell cannot parse it."""
+    require_syntax(command)
     path = root / test_path(lane, command)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, TEST.format(lane=lane, command=command))

@@ -109,6 +109,13 @@ def test_paired_packages_move_to_one_minor_release(tree: Path) -> None:
     assert lane_request(tree, "v6e", "torch==2.10.2").requirements == ("torch==2.10.2", "torch-xla==2.10.*")
 
 
+def test_folder_of_wheels_that_does_not_exist_is_refused(tree: Path) -> None:
+    with pytest.raises(
+        BumpgateError, match=r"^--find-links none: no such folder of wheels: name a folder, or"
+    ):
+        lane_request(tree, "cpu", "torch==1.1", find_links=("none",))
+
+
 def test_wheel_file_can_be_a_candidate(index: LocalIndex, tree: Path, tmp_path: Path) -> None:
     mine = fake_wheel(tmp_path / "mine", "torch", "7.0+local", requires=["triton"])
     assert build(lane_request(tree, "cpu", str(mine))).packages["torch"] == "7.0+local"

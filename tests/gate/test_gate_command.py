@@ -159,6 +159,15 @@ def test_invalid_metric_line_makes_the_gate_unknown(foreign: Foreign) -> None:
     assert FORMAT in " ".join(ended.out.split())
 
 
+def test_command_that_the_shell_cannot_parse_is_refused(foreign: Foreign) -> None:
+    """Before anything is measured: nothing of it could run on either side."""
+    pythons = ("--python-good", ".good/python", "--python-bad", ".bad/python")
+    ended = foreign.bumpgate("gate", "--lane", "mine", *pythons, "--command", "python 'bench.py")
+    assert (ended.code, ended.out) == (4, ""), ended.out
+    assert ended.err.startswith('bumpgate: --command "python \'bench.py": ')
+    assert "nterminated quoted string" in ended.err or "unexpected EOF" in ended.err
+
+
 def test_command_with_a_selection_is_refused(foreign: Foreign) -> None:
     ended = gate(foreign, "", "--", "tests")
     assert (ended.code, ended.out) == (4, "")
