@@ -80,6 +80,8 @@ def run(
     with ExitStack() as stack:
         file = stack.enter_context(log.open("ab", buffering=0)) if log else None
         running = [stack.enter_context(_Running(child, file, cwd)) for child in children]
+        # On exit, before the first of them is waited for.
+        stack.callback(lambda: [one.stop() for one in running])
         end = time.monotonic() + seconds
         while True:
             codes = {one: one.poll() for one in running}
@@ -121,6 +123,7 @@ class _Running:
     def __init__(self, child: Child, log: IO[bytes] | None, cwd: Path | None) -> None:
         self.name, self.log, self.tail = child.name, log, deque[str](maxlen=KEPT)
         self.pieces, self.unlogged = 0, False  # pieces: of the last line
+        self.kill_at = 0.0  # by the monotonic clock, once it is to stop
         given = os.environ if child.environment is None else child.environment
         try:
             self.process = subprocess.Popen(
@@ -186,15 +189,19 @@ class _Running:
     def __enter__(self) -> _Running:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self.poll() is None:
+    def stop(self) -> None:
+        """Request the end of the child's process group. On exit it is killed GRACE seconds after the first request."""
+        if self.poll() is None and not self.kill_at:
             self._signal(signal.SIGTERM)
-            end = time.monotonic() + GRACE
-            while self.poll() is None and time.monotonic() < end:
-                time.sleep(POLL)
-            if self.poll() is None:
-                self._signal(signal.SIGKILL)
-                self.process.wait()
+            self.kill_at = time.monotonic() + GRACE
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        while self.poll() is None and time.monotonic() < self.kill_at:
+            time.sleep(POLL)
+        if self.poll() is None:
+            self._signal(signal.SIGKILL)
+            self.process.wait()
         self.reader.join(GRACE)
 
 

@@ -18,6 +18,7 @@ from suites.support.processes import eventually, gone
 
 SOON = 10.0  # seconds: the rule's bound for an import that fails
 HANGS = "import time; print('up', flush=True); time.sleep(600)"
+DEAF = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
 
 
 def python(name: str, program: str, **variables: str) -> Child:
@@ -109,10 +110,19 @@ def test_no_process_outlives_the_call(lane: Lane, monkeypatch: pytest.MonkeyPatc
     )
     (pid,) = run([python("leaves", leaves)], seconds=60)["leaves"]
     assert eventually(lambda: gone(int(pid)))
-    deaf = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(600)"
     with pytest.raises(ChildError, match=r"^deaf: not ended in 1 s: \d+$") as caught:
-        run([python("deaf", deaf)], seconds=1)
+        run([python("deaf", DEAF)], seconds=1)
     assert gone(int(caught.value.tail[0]))
+
+
+@lanes("cpu")
+def test_children_that_ignore_a_signal_end_together(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six of them are killed two seconds after the first request, not one after the other."""
+    monkeypatch.setattr(children, "GRACE", 2.0)
+    started = time.monotonic()
+    with pytest.raises(ChildError, match=r"^deaf0: not ended in 1 s"):
+        run([python(f"deaf{i}", DEAF) for i in range(6)], seconds=1)
+    assert time.monotonic() - started < 9
 
 
 @lanes("cpu")
