@@ -30,11 +30,13 @@ def check(files: Mapping[str, Path | None]) -> None:
 
 
 def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace a file by what `write` writes, completely or not at all."""
+    """Replace a file by what `write` writes, completely or not at all, also if the machine stops meanwhile."""
     temporary = path.with_name(f"{path.name}.new")
     try:
         with temporary.open("wb") as file:
             write(file)
+            file.flush()
+            os.fsync(file.fileno())  # a rename may reach the disk before the content
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

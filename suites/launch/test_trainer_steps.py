@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -159,6 +160,20 @@ def test_failed_save_keeps_the_last_checkpoint(lane: Lane, tmp_path: Path, monke
         run.save()
     assert run.checkpoint.read_bytes() == saved
     assert [*tmp_path.iterdir()] == [run.checkpoint]
+
+
+@lanes("cpu")
+def test_checkpoint_is_on_disk_before_it_replaces_the_last(lane: Lane, tmp_path: Path, monkeypatch) -> None:
+    """Otherwise a machine that stops after the rename may be left with an empty file under the name."""
+    run, done = smoke(1, checkpoint=tmp_path / "state.pt"), list[tuple[str, int]]()
+    temporary, sync, replace = tmp_path / "state.pt.new", os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (sync(fd), done.append(("sync", os.fstat(fd).st_size))))
+    monkeypatch.setattr(
+        os, "replace", lambda a, b: (done.append(("replace", temporary.stat().st_size)), replace(a, b))
+    )
+    run.save()
+    size = run.checkpoint.stat().st_size
+    assert done == [("sync", size), ("replace", size)]
 
 
 @lanes("cpu")
