@@ -12,6 +12,7 @@ kernels/_triton/block_spans.py defines which blocks a program loops over, and ke
 form u * a + b of a logit. For a softcap c <= 32 the maximum of the masked blocks (with the diagonal) also serves for
 the full blocks: other logits are at most 2c above it, and e^64 can be summed in fp32 and stored in bf16, though not
 in fp16.
+On compute capability 9.0 with triton 3.9 or later, hopper.py has faster kernels for P 128: see `_hopper`.
 Limited by the matrix products and by 3 special-function results per element (1 without softcap; 16 per cycle per
 SM). Bytes: Q, out and dout once; K and V once per query block, Q and dout once per key block, mostly from L2.
 
@@ -20,6 +21,9 @@ rows and N keys of a block. Sources: FlashAttention-2 (Dao 2023), softcap (Gemma
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
 
 import torch
 import triton
@@ -198,6 +202,26 @@ def _width(P: int) -> int:
     return max(P, 16)
 
 
+def _options(q: Tensor, k: Tensor, SOFTCAP: str, causal: bool, window: int) -> dict[str, Any]:
+    """Return the compile-time arguments that all three kernels have, in Triton and in Gluon."""
+    heads = {"Hq": q.shape[2], "Hkv": k.shape[2], "P": q.shape[3]}
+    return heads | {"SOFTCAP": SOFTCAP, "CAUSAL": causal, "WINDOW": window}
+
+
+def _hopper(q: Tensor, SOFTCAP: str) -> Any:
+    """Return the module of the kernels for compute capability 9.0 if they can compute this call, None if not.
+
+    They need triton 3.9 or later, P 128, bf16 or fp16, and T a multiple of their tiles.
+    """
+    if q.shape[3] != 128 or q.shape[1] % 128 or q.dtype == torch.float32 or SOFTCAP == "exact":
+        return None
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+        return None
+    target = triton.runtime.driver.active.get_current_target()
+    fits = (target.backend, target.arch) == ("cuda", 90)
+    return import_module("kernels.attention.hopper") if fits else None
+
+
 def attention_fwd_kernel(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale: float, softcap: float, window: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -210,10 +234,18 @@ def attention_fwd_kernel(
     SOFTCAP, qk_scale, a, b, _ = softcap_params(scale, softcap, q.dtype)
     spans = block_spans(doc_ids, M, N, False, causal, window)
     out, lse = q.new_empty(q.shape), q.new_empty((B, Hq, T), dtype=torch.float32)
-    _forward_kernel[B * Hq, spans.shape[1]](
-        q, k, v, doc_ids, spans, out, lse, T, qk_scale, a, b, Hq=Hq, Hkv=k.shape[2], P=P, WIDTH=width, M=M, N=N,
-        SOFTCAP=SOFTCAP, ONLINE=softcap == 0 or softcap > LARGEST_FIXED_CAP or q.dtype == torch.float16,
-        CAUSAL=causal, WINDOW=window, EVEN=T % max(M, N) == 0, num_warps=warps, num_stages=stages,
+    online = softcap == 0 or softcap > LARGEST_FIXED_CAP or q.dtype == torch.float16
+    options = _options(q, k, SOFTCAP, causal, window) | {"ONLINE": online}
+    numbers, grid = (T, qk_scale, a, b), (B * Hq, spans.shape[1])
+    if hopper := _hopper(q, SOFTCAP):
+        tiles = hopper.descriptors((q, M // 2), (k, N), (v, N), (out, M // 2))
+        hopper.forward_kernel[grid](
+            *tiles, doc_ids, spans, lse, *numbers, **options, STAGES=stages, num_warps=4
+        )
+        return out, lse
+    _forward_kernel[grid](
+        q, k, v, doc_ids, spans, out, lse, *numbers, **options, WIDTH=width, M=M, N=N, EVEN=T % max(M, N) == 0,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
 
@@ -231,25 +263,31 @@ def attention_bwd_kernel(
     rows_grid = (B * Hq, triton.cdiv(T, 64))
     _rows_kernel[rows_grid](out, dout, lse, delta, shift, T, b, Hq=Hq, P=P, WIDTH=width, M=64, num_warps=4)
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    options = {
-        "Hq": Hq,
-        "Hkv": Hkv,
-        "P": P,
-        "WIDTH": width,
-        "SOFTCAP": SOFTCAP,
-        "CAUSAL": causal,
-        "WINDOW": window,
-    }
+    options, numbers = _options(q, k, SOFTCAP, causal, window), (T, qk_scale, a, grad_scale)
+    hopper = _hopper(q, SOFTCAP)
+
     M, N, warps, stages = tiles["dkdv"]
     spans = block_spans(doc_ids, N, M, True, causal, window)
-    _dkdv_kernel[B * Hkv, spans.shape[1]](
-        q, k, v, doc_ids, spans, dout, delta, shift, dk, dv, T, qk_scale, a, grad_scale,
-        **options, M=M, N=N, EVEN=T % max(M, N) == 0, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    grid, vectors = (B * Hkv, spans.shape[1]), (doc_ids, spans, delta, shift)
+    if hopper:
+        keys = ((t, N // 2) for t in (k, v, dk, dv))
+        described = hopper.descriptors((q, M), (dout, M), *keys)
+        hopper.dkdv_kernel[grid](*described, *vectors, *numbers, **options, STAGES=stages, num_warps=4)
+    else:
+        _dkdv_kernel[grid](
+            q, k, v, doc_ids, spans, dout, delta, shift, dk, dv, *numbers, **options, WIDTH=width, M=M, N=N,
+            EVEN=T % max(M, N) == 0, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
     M, N, warps, stages = tiles["dq"]
     spans = block_spans(doc_ids, M, N, False, causal, window)
-    _dq_kernel[B * Hq, spans.shape[1]](
-        q, k, v, doc_ids, spans, dout, delta, shift, dq, T, qk_scale, a, grad_scale,
-        **options, M=M, N=N, EVEN=T % max(M, N) == 0, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    grid, vectors = (B * Hq, spans.shape[1]), (doc_ids, spans, delta, shift)
+    if hopper:
+        described = hopper.descriptors((q, M // 2), (dout, M // 2), (k, N), (v, N), (dq, M // 2))
+        hopper.dq_kernel[grid](*described, *vectors, *numbers, **options, STAGES=stages, num_warps=4)
+    else:
+        _dq_kernel[grid](
+            q, k, v, doc_ids, spans, dout, delta, shift, dq, *numbers, **options, WIDTH=width, M=M, N=N,
+            EVEN=T % max(M, N) == 0, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return dq, dk, dv

@@ -21,6 +21,15 @@ from suites.support.comparison import DTYPES, doubled, error, error_ratios, repo
 from suites.support.custom_ops import check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes
 
+# A softcap above 32, and fp16, follow the largest logit through all blocks; a smaller one through the masked ones only.
+WHOLE_TILES = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "large softcap": {"softcap": 40.0},
+    "window": {"window": 150, "softcap": 2.0},
+    "not causal": {"causal": False},
+    "not causal, window": {"causal": False, "window": 150},
+}
 quick = settings(derandomize=True, max_examples=15, deadline=None)
 
 
@@ -44,6 +53,19 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
         for case, options in CASES.items()
     }
     report_cases(row, f"kernels/attention-{lane.name}-{dtype}", ratios)
+
+
+@lanes("h200")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_error_of_whole_tiles_at_head_dim_128(lane: Lane, dtype: torch.dtype, row):
+    """The shapes that kernels/attention/hopper.py computes: three blocks of 128, documents that end inside them."""
+    inputs = make_inputs(T=384, P=128, Hq=6, dtype=dtype, device=lane.device)
+    ratios = {
+        case: error_ratios(attention, attention_naive, attention_reference, inputs, **options)
+        for case, options in WHOLE_TILES.items()
+    }
+    name = str(dtype).removeprefix("torch.")
+    report_cases(row, f"kernels/attention-P128-whole_tiles-{name}", ratios)
 
 
 @lanes("cpu", "h200")
