@@ -208,12 +208,14 @@ def _options(q: Tensor, k: Tensor, SOFTCAP: str, causal: bool, window: int) -> d
     return heads | {"SOFTCAP": SOFTCAP, "CAUSAL": causal, "WINDOW": window}
 
 
-def _hopper(q: Tensor, SOFTCAP: str) -> Any:
+def _hopper(SOFTCAP: str, q: Tensor, *others: Tensor) -> Any:
     """Return the module of the kernels for compute capability 9.0 if they can compute this call, None if not.
 
-    They need triton 3.9 or later, P 128, bf16 or fp16, and T a multiple of their tiles.
+    They need triton 3.9 or later, P 128, bf16 or fp16, T a multiple of 128, and inputs at multiples of 16 bytes.
     """
     if q.shape[3] != 128 or q.shape[1] % 128 or q.dtype == torch.float32 or SOFTCAP == "exact":
+        return None
+    if any(t.data_ptr() % 16 for t in (q, *others)):
         return None
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
         return None
@@ -237,7 +239,7 @@ def attention_fwd_kernel(
     online = softcap == 0 or softcap > LARGEST_FIXED_CAP or q.dtype == torch.float16
     options = _options(q, k, SOFTCAP, causal, window) | {"ONLINE": online}
     numbers, grid = (T, qk_scale, a, b), (B * Hq, spans.shape[1])
-    if hopper := _hopper(q, SOFTCAP):
+    if hopper := _hopper(SOFTCAP, q, k, v):
         tiles = hopper.descriptors((q, M // 2), (k, N), (v, N), (out, M // 2))
         hopper.forward_kernel[grid](
             *tiles, doc_ids, spans, lse, *numbers, **options, STAGES=stages, num_warps=4
@@ -264,7 +266,7 @@ def attention_bwd_kernel(
     _rows_kernel[rows_grid](out, dout, lse, delta, shift, T, b, Hq=Hq, P=P, WIDTH=width, M=64, num_warps=4)
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
     options, numbers = _options(q, k, SOFTCAP, causal, window), (T, qk_scale, a, grad_scale)
-    hopper = _hopper(q, SOFTCAP)
+    hopper = _hopper(SOFTCAP, q, k, v, dout)
 
     M, N, warps, stages = tiles["dkdv"]
     spans = block_spans(doc_ids, N, M, True, causal, window)
