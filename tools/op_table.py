@@ -93,14 +93,6 @@ BOUNDS = {
     "waits 3.5 cycles for loads; 168 registers leave 12 warps to an SM, and forms that spilled less were slower",
     "mamba3_siso-N128-G1/both_milliseconds": "the chunks' gradients, 2.12 of 6.38 ms: 255 registers leave 8 warps to "
     "an SM, which wait 2.9 cycles for loads; tensor cores 13 %, L1 54 %, DRAM 41 % busy",
-    "attention-P128/forward_milliseconds": "one program of 8 warps on an SM (162 KiB, 246 registers), which wait for "
-    "each other and for loads: tensor cores 38 %, issue slots 26 % busy; cuDNN takes 1.00 ms",
-    "attention-P128/both_milliseconds": "8 warps on an SM, which wait for each other and for loads: tensor cores 38 % "
-    "(forward), 54 % (dk, dv) and 46 % (dq) busy; cuDNN takes 3.84 ms",
-    "attention-P128-softcap30/forward_milliseconds": "8 warps on an SM, and the tanh: special functions 47 %, tensor "
-    "cores 31 % busy; FlexAttention takes 2.93 ms",
-    "attention-P128-softcap30/both_milliseconds": "8 warps on an SM, and the tanh: special functions 34 to 47 %, "
-    "tensor cores 31 to 46 % busy; FlexAttention takes 11.32 ms",
     "grouped_gemm-E64-K6-3584x896/forward_over_peer": "the tensor cores, 88 % busy",
     "dsa_indexer-K256-attention/forward_roofline_fraction": "L2, 80 % busy: each token gathers its own 256 keys, and "
     "the roofline counts each key once; tensor cores 21 %",

@@ -11,8 +11,8 @@ producer's 24. Shared memory holds two kinds of tiles:
                 halves have read it.
 
 In the forward pass the product of P and V also overlaps the softmax of the next block. No atomics: bitwise
-deterministic. On an H200 with triton 3.9.0, P 128 and T 4096: forward 1.09 ms and 1.34 with softcap (kernel.py: 1.58
-and 1.99), dK and dV 2.09 and 2.28, dQ 1.36 and 1.72 (all of kernel.py's backward pass 4.44 and 5.26).
+deterministic. On an H200 with triton 3.9.0, P 128 and T 4096: forward 1.14 ms, with softcap 1.51 (kernel.py: 1.59 and
+1.99); forward and backward 4.28 ms, with softcap 5.17 (6.00 and 7.26).
 
 Sources: FlashAttention-3 (Shah et al. 2024), Triton's Gluon tutorials.
 """

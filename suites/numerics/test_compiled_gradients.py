@@ -1,13 +1,14 @@
 """Compiled against eager by the fp64 ratio: compiling may not lose more accuracy than fp32 itself does.
 
 For every kind of parameter, |g_compiled - g_fp64| is compared with |g_eager - g_fp64|, both pooled over the blocks that
-have one and over several batches. There are no stored values, so a torch that only rounds differently stays green and
-one that loses digits does not. Source of the rule: torch's own accuracy check for compiled models, applied per
-gradient.
+have one and over several batches, of which each leaves out its worst quarter. There are no stored values, so a torch
+that only rounds differently stays green and one that loses digits does not. Source of the rule: torch's own accuracy
+check for compiled models, applied per gradient.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,11 @@ from suites.support.reduce import largest, name_of_largest
 # order, a kind of a single block in four batches read 0.98, 1.5 and 2.6. A lost digit reads 10.
 FACTOR = 3.0
 BATCHES = {"cpu": 4, "h200": 12}
+# The gradient jumps where a sparse layer chooses another key, or where q.k of its indexer, which goes through a relu,
+# changes sign. Of 90 batches of nam56r on cpu, eager against fp64, rounding did the first in 4 (errors of all kinds, up
+# to 0.14 instead of 3e-6), the second in 2 (index_query and index_key, 12 and 500 times). On H200s one of two runs of
+# the same build read 21 for index_query. A digit that compiling loses is lost in every batch.
+LEFT_OUT = 1 / 4
 
 
 def kind(model: Hybrid, name: str) -> str:
@@ -50,6 +56,13 @@ def squared_error(found: Tensor, oracle: Tensor) -> float:
     return float((found - oracle).norm() / oracle.norm().clamp(min=1e-30)) ** 2
 
 
+def pooled(batches: Sequence[float]) -> float:
+    """Return the sum of the batches' squared errors without the worst LEFT_OUT of them; NaN if one is not finite."""
+    if not all(map(math.isfinite, batches)):
+        return math.nan
+    return math.fsum(sorted(batches)[: len(batches) - int(LEFT_OUT * len(batches))])
+
+
 def error_ratios(errors: Mapping[str, Sequence[float]], floor: float) -> dict[str, float]:
     """Return kind -> square root of compiled over eager squared error, with `floor` as the minimum of the eager one.
 
@@ -65,7 +78,7 @@ def error_ratios(errors: Mapping[str, Sequence[float]], floor: float) -> dict[st
 @pytest.mark.long(50)
 def test_compiled_gradient_error_ratio(lane: Lane, name: str, policy: str, row, canaries) -> None:
     canaries("graphs")
-    errors: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    errors: dict[str, list[list[float]]] = defaultdict(lambda: [[], []])
     non_finite: set[str] = set()
     with watched_hybrid(name, policy, device=lane.device) as hybrid:
         batches = [
@@ -77,14 +90,17 @@ def test_compiled_gradient_error_ratio(lane: Lane, name: str, policy: str, row, 
         for ids in batches:
             exact = gradients(oracle, ids, oracle)
             for column, (model, call) in enumerate(((hybrid.model, hybrid.compiled), (eager, eager))):
+                of_batch: dict[str, float] = defaultdict(float)
                 for key, gradient in gradients(model, ids, call).items():
-                    errors[kind(model, key)][column] += squared_error(gradient, exact[key])
+                    of_batch[kind(model, key)] += squared_error(gradient, exact[key])
                     if not torch.isfinite(gradient).all():
                         non_finite.add(key)
+                for group, squared in of_batch.items():
+                    errors[group][column].append(squared)
         calls = hybrid.report().calls
     # The floor is one rounding of fp32: an eager error of 0 must not turn one last bit into a huge ratio.
     floor = len(batches) * torch.finfo(torch.float32).eps ** 2
-    ratios = error_ratios(errors, floor)
+    ratios = error_ratios({key: list(map(pooled, columns)) for key, columns in errors.items()}, floor)
     worst = name_of_largest(ratios)
     row(
         f"numerics/{name}-{policy}/worst_gradient_error_ratio",

@@ -219,7 +219,7 @@ def whole(name: str) -> Side:
 @pytest.mark.parametrize("swap", [False, True])
 def test_one_build_on_two_machines_is_never_worse(swap: bool) -> None:
     """Two complete runs of one build: 634 rows, no margin is exceeded, and few times would be measured again."""
-    good, bad = (whole(n) for n in ("h200-whole", "h200-whole-another-machine")[:: -1 if swap else 1])
+    good, bad = (whole(f"h200-whole-{n}-machine") for n in ("one", "another")[:: -1 if swap else 1])
     assert [f for f in judge_gate("cpu", good, bad).findings if f.label == "WORSE"] == []
     assert good.record
     assert bad.record
