@@ -29,7 +29,9 @@ SETTLE = 2.0  # seconds in which a failure of another child can still be found t
 # likeliest cause is a child with any other end, then one that was aborted.
 ABORTED, RAISED_CODE = -signal.SIGABRT, 1
 # A warning of torch's C++, which may follow the program's last line: NCCL's at an exit without a destroyed group.
-WARNED = re.compile(r"(\[rank\d+\]:)?\[W\d{4} ")
+WARNED = re.compile(
+    r"(\[rank\d+\]:)?(\[W\d{4} |nanobind: |- leaked |- \.\.\. skipped|See https://nanobind\.)"
+)
 # The last line of a Python traceback; the output of a C++ abort after it is less informative.
 RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 

@@ -21,6 +21,7 @@ from bumpgate.bisect.probe import (
     without_verdict,
 )
 from bumpgate.bisect.search import ProbeOutcome
+from bumpgate.core.errors import text_lines
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import one_line
 from bumpgate.env.build import Environment
@@ -131,4 +132,4 @@ def _last_lines(reading: Reading) -> tuple[str, ...]:
 
 
 def _lines(log: Path) -> list[str]:
-    return [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return text_lines(log.read_text(encoding="utf-8", errors="replace"))

@@ -13,6 +13,15 @@ class RefusedError(Exception):
     """The command is refused and nothing is written; args are the reasons, one line each."""
 
 
+# Lines of the report of leaked objects that nanobind, which triton 3.9 uses, prints when a failed program ends.
+LEAKS = ("nanobind: ", " - leaked ", " - ... skipped", "See https://nanobind.")
+
+
+def text_lines(text: str) -> list[str]:
+    """Return the lines with text, without nanobind's report of leaked objects: the last one is then the error."""
+    return [line for line in text.splitlines() if line.strip() and not line.startswith(LEAKS)]
+
+
 def one_line(text: object, width: int = 300) -> str:
     """Reduce arbitrary text to one line of at most `width` characters."""
     line = " ".join(str(text).split())

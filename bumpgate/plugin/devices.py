@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from bumpgate.core.errors import text_lines
 from bumpgate.core.lanes import Lane, how_to_declare
 from bumpgate.run.host import read_or_empty
 
@@ -105,7 +106,7 @@ def _probe(program: str) -> tuple[list[Any], str | None]:
         return [], f"no answer in {PROBE_SECONDS} s"
     if done.returncode == 0 and done.stdout.strip():
         return list(json.loads(done.stdout.strip().splitlines()[-1])), None
-    lines = done.stderr.strip().splitlines()
+    lines = text_lines(done.stderr)
     return [], lines[-1] if lines else f"the probe ended with {done.returncode}"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bumpgate.core.errors import text_lines
 from bumpgate.core.rows import one_line
 from bumpgate.plugin import lane_of, lanes_of
 from bumpgate.plugin.reports import last_line
@@ -65,7 +66,7 @@ class Selection:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         if error:  # a traceback of the worker, or a line of xdist if it left none
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            lines = text_lines(str(error))
             self.worker_deaths.append(one_line(lines[-1]) if lines else "no reason given")
         refusal, deselected, skipped = getattr(node, "workeroutput", {}).get("selection", (None, (), {}))
         self.refusal = refusal or self.refusal

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bumpgate.core.errors import text_lines
 from bumpgate.core.rows import BumpgateError, one_line
 
 
@@ -94,7 +95,7 @@ def describe_end(code: int, stderr: str) -> str:
             end = f"killed by signal {-code}"
     else:
         end = f"exit {code}"
-    lines = [line for line in stderr.splitlines() if line.strip()]
+    lines = text_lines(stderr)
     # Under faulthandler the last line is a list of loaded extensions; the first line has the error.
     last = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
     return f"{end}: {one_line(last, 200)}" if last else end

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bumpgate.core import lanes
+from bumpgate.core.errors import text_lines
 from bumpgate.core.rows import BumpgateError, Record, one_line, read_record
 from bumpgate.run import supervise
 from bumpgate.run.ending import ending
@@ -346,7 +347,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 def _last_words(log: Path) -> str:
     """Return the line of a log in which pytest, or Python, reports why nothing ran."""
-    lines = [line.strip() for line in _read(log).splitlines() if line.strip()]
+    lines = [line.strip() for line in text_lines(_read(log))]
     for prefix in ("ERROR: ", "E   "):
         errors = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
         if errors and errors[0].startswith("usage: "):

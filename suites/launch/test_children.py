@@ -59,6 +59,8 @@ def test_warning_at_exit_does_not_hide_the_reason(lane: Lane) -> None:
         "[rank0]:[W1124 17:09:27.2 ProcessGroupNCCL.cpp:1575] Warning: destroy_process_group() was not called"
     )
     assert children.last_line(["disk full: state.pt", warning, ""]) == "disk full: state.pt"
+    leaks = ["nanobind: leaked 3 functions!", ' - leaked function "f"', "See https://nanobind.readthedocs.io"]
+    assert children.last_line(["disk full: state.pt", *leaks]) == "disk full: state.pt"
     assert children.last_line([warning.removeprefix("[rank0]:")]) == warning.removeprefix("[rank0]:")
 
 

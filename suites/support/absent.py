@@ -25,8 +25,12 @@ VARIABLE = "BUMPGATE_ABSENT"
 
 
 def absent(packages: Iterable[str]) -> list[str]:
-    """Return the packages, by import name, that are not installed. A broken one counts as installed."""
-    return sorted({package for package in packages if importlib.util.find_spec(package) is None})
+    """Return the packages, by import name, that are not installed. A broken one counts as installed.
+
+    A folder without __init__.py is what an uninstalled package left behind: Python finds it, as a namespace.
+    """
+    found = {package: importlib.util.find_spec(package) for package in packages}
+    return sorted(package for package, spec in found.items() if spec is None or spec.origin is None)
 
 
 def given_up(lane: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from launch.children import last_line
 from suites.support.environment import ENVIRONMENT as ENVIRONMENT
 
 ENVIRONMENT.update(os.environ)  # at collection, or earlier if a conftest file imports this
@@ -21,7 +22,7 @@ ENDING = "terminate called without an active exception"
 
 
 class ChildError(RuntimeError):
-    """A child process crashed, timed out or printed no result. The message holds its last line."""
+    """A child process crashed, timed out or printed no result. The message holds its exception, or its last line."""
 
 
 def run_json(module: str, *arguments: str, environment: dict[str, str], timeout: float) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def run_json(module: str, *arguments: str, environment: dict[str, str], timeout:
     except subprocess.TimeoutExpired:
         raise ChildError(f"{what}: no result within {timeout:.0f} s") from None
     last = (done.stderr.strip() or "no output").splitlines()[-1]
-    crashed = f"{what}: exit {done.returncode}: {last}"
+    crashed = f"{what}: exit {done.returncode}: {last_line(done.stderr.splitlines())}"
     ending = done.returncode == -signal.SIGABRT and last == ENDING
     if done.returncode != 0 and not ending:
         raise ChildError(crashed)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from launch.children import last_line
 from suites.support.child import ROOT, ChildError
 from suites.support.lanes import PJRT_CPU, Lane, lanes, needs_tpu
 from suites.support.planted import planted
@@ -48,8 +49,7 @@ class Child:
     def result(self) -> dict[str, Any]:
         """Return the program's result. Raises ChildError if it failed."""
         if self.code != 0:
-            last = (self.log.strip() or "no output").splitlines()[-1]
-            raise ChildError(f"{self.name}: exit {self.code}: {last}")
+            raise ChildError(f"{self.name}: exit {self.code}: {last_line(self.log.splitlines())}")
         return json.loads(self._out.splitlines()[-1])
 
 

@@ -9,6 +9,15 @@ import pytest
 
 from suites.support.child import ENDING, ChildError, run_json
 
+# What a failed program prints with triton 3.9: nanobind's report comes after the exception.
+LEAKS = """Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+ValueError: P is 9
+nanobind: leaked 326 functions!
+ - leaked function "create_for_op"
+ - ... skipped remainder
+nanobind: this is likely caused by a reference counting issue in the binding code.
+See https://nanobind.readthedocs.io/en/latest/refleaks.html"""
 RESULT = "print('a line before it')\nprint('{\"seconds\": 1.5}')\n"
 
 
@@ -36,6 +45,7 @@ def test_last_line_of_child_is_the_result(tmp_path: Path, end: str) -> None:
         (RESULT + crashing(ENDING, "os._exit(1)"), "a_child: exit 1"),
         (RESULT + "raise SystemExit('a reason')", "a_child: exit 1: a reason"),
         ("print('nothing')", "a_child: printed no JSON result"),
+        (f"print({LEAKS!r}, file=sys.stderr)\nsys.exit(3)", "a_child: exit 3: ValueError: P is 9"),
     ],
 )
 def test_crashed_child_is_one_line_without_result(tmp_path: Path, program: str, words: str) -> None:

@@ -54,6 +54,15 @@ def test_absent_peer_skips_only_its_own_rows(reviewed: Project) -> None:
     assert "1 row: 1 PASS; 1 NOT RUN; device cpu" in done.out
 
 
+def test_folder_of_an_uninstalled_peer_is_absent(tmp_path: Path, monkeypatch) -> None:
+    """pip leaves a folder with files that it did not write; Python then imports it as an empty namespace."""
+    (tmp_path / "left_over/cache").mkdir(parents=True)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/__init__.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert absent.absent(["left_over", "broken"]) == ["left_over"]
+
+
 @planted("C39", "an adopted environment that lacks a kernel wheel")
 def test_gate_requires_peers_of_the_adopted_set(reviewed: Project) -> None:
     done = reviewed.pytest("-m", "cpu", "-n", "0", "--gate")
