@@ -28,7 +28,7 @@ def cold_start(lane: Lane) -> Start:
 
 
 def warm_start(lane: Lane) -> Start:
-    """Return the result of a fresh process on the cache of the last cold start; cold_losses: the losses of that one.
+    """Return the result of a fresh process on the cache of the last cold start; cold: losses and searches of that one.
 
     The cold start is made first if there was none with this run's compile caches, this build and these sources.
     """
@@ -53,7 +53,7 @@ def _undisturbed(start: Callable[[Duet | None], Start]) -> Start:
 def _cold(lane: Lane, duet: Duet | None) -> Start:
     shutil.rmtree(_folder(), ignore_errors=True)
     found = _started(lane, duet)
-    kept = {"made_by": _made_by(), "losses": found["losses"]}
+    kept = {"made_by": _made_by(), "losses": found["losses"], "searches": found["searches"]}
     (_folder() / "cold.json").write_text(json.dumps(kept), encoding="utf-8")
     return found
 
@@ -64,16 +64,16 @@ def _warm(lane: Lane, duet: Duet | None) -> Start:
         empty = duet.exchange(empty, "whether the caches are empty") or empty
     if empty:
         _cold(lane, duet)
-    return _started(lane, duet) | {"cold_losses": _last_cold()}
+    return _started(lane, duet) | {"cold": _last_cold()}
 
 
-def _last_cold() -> list[float] | None:
-    """Return the losses of the cold start that filled the caches; None if it was of other packages or sources."""
+def _last_cold() -> Start | None:
+    """Return what is kept of the cold start that filled the caches; None if it was of other packages or sources."""
     try:
         kept = json.loads((_folder() / "cold.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return kept["losses"] if kept["made_by"] == _made_by() else None
+    return kept if kept["made_by"] == _made_by() else None
 
 
 def _made_by() -> dict[str, str | None]:

@@ -267,7 +267,7 @@ class Starts:
         compiled = 0 if self.caches.exists() and self.cached else 3
         self.caches.mkdir(exist_ok=True)
         self.made.append(compiled)
-        return {"compiled": compiled, "losses": [1.0]}
+        return {"compiled": compiled, "losses": [1.0], "searches": 0}
 
 
 @pytest.fixture
@@ -297,7 +297,7 @@ def test_disturbed_start_is_repeated(
 
 def test_cold_start_compiles_and_warm_start_does_not(begun: Starts) -> None:
     warm = starts.warm_start(LANES["cpu"])
-    assert (warm["compiled"], warm["cold_losses"]) == (0, [1.0])
+    assert (warm["compiled"], warm["cold"]["losses"]) == (0, [1.0])
     starts.cold_start(LANES["cpu"])
     starts.warm_start(LANES["cpu"])
     assert begun.made == [3, 0, 3, 0], "without a cold start the caches are filled first"
