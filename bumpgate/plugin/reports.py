@@ -61,15 +61,23 @@ class Reports:
     def take(self, report: pytest.TestReport) -> None:
         """Take the report of one phase of a test."""
         test, for_rows = report.nodeid, False
+        listed: list[list[str]] = []
+        excused = 0
         for name, value in report.user_properties:
             if name == INFRA_PROPERTY:
                 self.infra[test] = str(value)
             elif name == NOT_RUN_PROPERTY:
-                self.not_run[test] = json.loads(str(value))
+                listed.append(json.loads(str(value)))
             elif name == EXCUSED_PROPERTY:
-                self.excused.add(test)
+                excused += 1
             elif name == RED_PROPERTY:
                 for_rows |= value == report.when
+        if listed:
+            self.not_run[test] = [line for lines in listed for line in lines]
+            if excused == len(listed):
+                self.excused.add(test)
+            else:
+                self.excused.discard(test)
         # xfail(run=False) skips a test, as does an empty list of parameters under empty_parameter_set_mark = xfail.
         xfail = getattr(report, "wasxfail", None)
         expected_failure = xfail is not None and "[NOTRUN]" not in xfail

@@ -212,6 +212,20 @@ class RowRecorder:
             instruments=instruments,
         )
 
+    def not_run(self, ids: Iterable[str], reason: str, *, excused: bool = False) -> None:
+        """List rows that this machine or environment cannot measure as NOT RUN, with the reason.
+
+        The test leaves them out, or calls pytest.skip if it has no others. Under --gate they are red unless `excused`,
+        which is for rows that the adopted set lacks, too. Raises RowError on a string of ids, on none, and on one that
+        is already reported.
+        """
+        if isinstance(ids, str) or not (ids := list(ids)):
+            raise RowError(f"not_run: ids must be a list of row ids, got {ids!r}")
+        for id in ids:
+            if id in self._reported:
+                raise RowError(f"row {id!r}: not run, but already reported by {self._reported[id]}")
+        list_not_run(self._item, ids, reason, excused=excused)
+
     def fail_if_red(self) -> None:
         """Fail the test with all red rows that it has not yet failed for, in one message."""
         red = [j for j in self._unreported if j.red]
@@ -219,6 +233,14 @@ class RowRecorder:
         if red:
             self.failure = pytest.fail.Exception("\n".join(_explain(j) for j in red), pytrace=False)
             raise self.failure
+
+
+def list_not_run(item: pytest.Item, ids: Iterable[str], reason: str, *, excused: bool = False) -> None:
+    """List what a test does not measure; see RowRecorder.not_run. An id may also be that of a test without rows."""
+    lines = [f"{id}: {one_line(reason)}" for id in ids]
+    item.user_properties.append((NOT_RUN_PROPERTY, json.dumps(lines)))
+    if excused:
+        item.user_properties.append((EXCUSED_PROPERTY, "1"))
 
 
 def _encodable(value: Value) -> Value:

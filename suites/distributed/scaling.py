@@ -7,10 +7,9 @@ The ranks train under DDP; a rank's part of the batch is the same for any number
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from bumpgate.plugin.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY
+from bumpgate.plugin.rows import RowRecorder
 from bumpgate.run.host import gpu_models
 from bumpgate.run.shares import listed
 from launch.data import TokenFile, packed_batches
@@ -127,7 +126,7 @@ def summary(alone: Mapping[str, list[dict]], several: Mapping[str, list[dict]]) 
     }
 
 
-def report(world: int, row: Callable[..., Any], record_property: Callable[[str, object], None]) -> None:
+def report(world: int, row: RowRecorder) -> None:
     """Report METRICS of `world` GPUs next to one, or that they are not run on a host with fewer GPUs.
 
     The driver counts them, too: a torch that sees fewer of them must fail, not excuse its rows.
@@ -135,8 +134,7 @@ def report(world: int, row: Callable[..., Any], record_property: Callable[[str, 
     ids = {name: f"throughput/nam52-full-ddp-{world}_gpus/{name}" for name in METRICS}
     present = len(gpu_models() if (named := listed()) is None else named)
     if reason := missing_gpus(world, present) and missing_gpus(world, torch.cuda.device_count()):
-        record_property(NOT_RUN_PROPERTY, json.dumps([f"{id}: {reason}" for id in ids.values()]))
-        record_property(EXCUSED_PROPERTY, "1")
+        row.not_run(ids.values(), reason, excused=True)
         pytest.skip(f"not run: {reason}")
     values, several = with_one_rank("cuda", world, WORK)
     for name, id in ids.items():

@@ -5,8 +5,6 @@ Rules C14, C18.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from suites.distributed import scaling
@@ -20,10 +18,8 @@ from suites.support.reduce import largest
 # It waits until no other test runs, and compiles nam52 twice from empty caches.
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", scaling.WORLDS)
-def test_throughput_scales_over_gpus(
-    lane: Lane, world: int, exclusive_machine: None, record_property: Callable[[str, object], None], row
-) -> None:
-    scaling.report(world, row, record_property)
+def test_throughput_scales_over_gpus(lane: Lane, world: int, exclusive_machine: None, row) -> None:
+    scaling.report(world, row)
 
 
 @lanes("cpu")

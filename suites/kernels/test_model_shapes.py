@@ -77,7 +77,7 @@ def first_call(name: str, cache: Path) -> dict[str, float]:
 
 @lanes("h200")
 @pytest.mark.parametrize("name", CASES)
-def test_speed(lane: Lane, name: str, speed, record_property) -> None:
+def test_speed(lane: Lane, name: str, speed, row) -> None:
     """Without the peer's package, only the rows of the ratio to it are not run."""
-    not_run(record_property, lane, [f"kernels/{name}/{way}_over_peer" for way in WAYS], peer_packages(name))
+    not_run(row, lane, [f"kernels/{name}/{way}_over_peer" for way in WAYS], peer_packages(name))
     speed(name, tuned_case(name, B=4))

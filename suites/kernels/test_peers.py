@@ -100,14 +100,14 @@ def test_absent_peer_names_its_install_command(lane: Lane, name: str, monkeypatc
 
 @lanes("h200")
 @pytest.mark.parametrize("name", PEERS)
-def test_peer_computes_the_same_function(lane: Lane, name: str, request, record_property):
+def test_peer_computes_the_same_function(lane: Lane, name: str, request, row):
     """Both are within the ratio rule of the same plain formula, in the output and every gradient.
 
     A peer's bound is loose, because it rounds more between its kernels than the formula does (mamba-ssm's own test
     allows 20 % for the gradient of its angles): it only detects a different function.
     """
     function, inputs, package = PEERS[name]
-    if reason := not_run(record_property, lane, [request.node.nodeid], [package]):
+    if reason := not_run(row, lane, [request.node.nodeid], [package]):
         pytest.skip(f"not run: {reason}")
     if name in TUNED:
         keep_winners()

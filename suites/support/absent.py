@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from bumpgate.core.baseline import find_root
 from bumpgate.core.lanes import Lane
 from bumpgate.env.manifest import load
-from bumpgate.plugin.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY
+from bumpgate.plugin.rows import RowRecorder
 
 # Set by the gate: JSON mapping of distribution name to the reason why this environment has no such wheel.
 VARIABLE = "BUMPGATE_ABSENT"
@@ -42,10 +42,8 @@ def given_up(lane: str) -> dict[str, str]:
     return {name: f"lane {lane} has given {name} up (wheels/manifest.toml)" for name in names}
 
 
-def not_run(
-    record_property: Callable[[str, object], None], lane: Lane, rows: Iterable[str], packages: Iterable[str]
-) -> str:
-    """Record rows as NOT RUN because `packages` are not installed; return the reason. No packages: does nothing."""
+def not_run(row: RowRecorder, lane: Lane, rows: Iterable[str], packages: Iterable[str]) -> str:
+    """List rows as NOT RUN because `packages` are not installed; return the reason. No packages: does nothing."""
     missing = absent(packages)
     if not missing:
         return ""
@@ -54,7 +52,5 @@ def not_run(
     }
     why = [known.get(canonicalize_name(package), f"{package} is not installed") for package in missing]
     reason = "; ".join(dict.fromkeys(why))
-    record_property(NOT_RUN_PROPERTY, json.dumps([f"{row}: {reason}" for row in rows]))
-    if all(canonicalize_name(package) in known for package in missing):
-        record_property(EXCUSED_PROPERTY, "1")
+    row.not_run(rows, reason, excused=all(canonicalize_name(package) in known for package in missing))
     return reason

@@ -74,11 +74,11 @@ def upstream(name: str) -> Iterator[Counter[str]]:
 
 @lanes("h200")
 @pytest.mark.parametrize("name", PEERS)
-def test_own_ops_against_their_peers(lane: Lane, name: str, row, record_property, exclusive_machine) -> None:
+def test_own_ops_against_their_peers(lane: Lane, name: str, row, exclusive_machine) -> None:
     shape = f"{BATCH}x{preset(name, 'full').seq_len}"
     case, own = (f"throughput/{name}-full-{impl}-{shape}" for impl in ("upstream", "ours"))
     rows = [*(f"{case}/{metric}" for metric in METRICS), *(f"{own}/{metric}" for metric in METRICS[:2])]
-    if reason := not_run(record_property, lane, rows, [package for *_, package in PEERS[name]]):
+    if reason := not_run(row, lane, rows, [package for *_, package in PEERS[name]]):
         pytest.skip(f"not run: {reason}")
     keep_winners()
     with memory(name), full_size(name, "eager") as hybrid:

@@ -7,7 +7,6 @@ claims a TPU.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from bumpgate.core.rows import Judgement
-from bumpgate.plugin.rows import NOT_RUN_PROPERTY, RowRecorder, report_canaries
+from bumpgate.plugin.rows import RowRecorder, list_not_run, report_canaries
 from launch.xla import environment as xla_environment
 from suites.support.lanes import PJRT_CPU, V6E
 
@@ -71,13 +70,11 @@ def canaries() -> Callable[..., None]:
 
 
 @pytest.fixture(autouse=True)
-def only_on_a_tpu(
-    request: pytest.FixtureRequest, device_class: str, record_property: Callable[[str, object], None]
-) -> None:
+def only_on_a_tpu(request: pytest.FixtureRequest, device_class: str) -> None:
     """Skip a test that needs a TPU elsewhere, and list its rows as NOT RUN."""
     mark = request.node.get_closest_marker("needs_tpu")
     if mark is None or device_class == V6E:
         return
     reason, rows = mark.args
-    record_property(NOT_RUN_PROPERTY, json.dumps([f"{row}: {reason}" for row in rows]))
+    list_not_run(request.node, rows, reason)
     pytest.skip(f"not run: {reason}")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bumpgate.core.baseline import Baseline, Reviewed, save
 from tests.support.project import Project
 
 BODY = """
-import json
-from bumpgate.plugin.rows import NOT_RUN_PROPERTY
-
 @lanes("v6e")
 def test_good(lane, row):
     row("compile/good/graph_breaks", 13, expected=13, **COUNT)
 
 @lanes("v6e")
-def test_only_there(lane, row, record_property):
-    record_property(NOT_RUN_PROPERTY, json.dumps(["compile/there/graph_breaks: no allocator here"]))
+def test_only_there(lane, row):
+    row.not_run(["compile/there/graph_breaks"], "no allocator here")
     pytest.skip("not run")
 """
 
@@ -53,3 +52,46 @@ def test_tpu_under_gate_requires_tpu_only_rows(project: Project) -> None:
     assert done.code == 1
     assert "not run under --gate: compile/there/graph_breaks" in done.out
     assert "device v6e" in done.out
+
+
+PARTS = """
+@lanes("cpu")
+def test_parts(lane, row):
+    row("compile/here/graph_breaks", 1, expected=1, **COUNT)
+    row.not_run(["compile/first/graph_breaks"], "needs a driver of R600 or later", excused={first})
+    row.not_run(["compile/second/graph_breaks", "compile/third/graph_breaks"], "needs NVLink", excused=True)
+"""
+
+
+@pytest.mark.parametrize(("first", "code"), [(True, 0), (False, 1)])
+def test_rows_that_cannot_be_measured_are_listed(project: Project, first: bool, code: int) -> None:
+    """Under --gate one reason that is not excused makes the test red."""
+    project.tests(PARTS.format(first=first))
+    project.pytest("-m", "cpu", "-n", "0")
+    project.bumpgate("rebaseline", "--lane", "cpu")
+    assert project.pytest("-m", "cpu", "-n", "0").code == 0
+    done = project.pytest("-m", "cpu", "-n", "0", "--gate")
+    assert done.code == code, done.out
+    assert "NOT RUN       compile/first/graph_breaks: needs a driver of R600 or later" in done.out
+    assert "NOT RUN       compile/third/graph_breaks: needs NVLink" in done.out
+    assert "3 NOT RUN" in done.out
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ('row.not_run("compile/a/b", "r")', "not_run: ids must be a list of row ids, got 'compile/a/b'"),
+        ('row.not_run([], "r")', "not_run: ids must be a list of row ids, got []"),
+        ('row.not_run(["compile/a/graph_breaks"], "r")', "not run, but already reported by"),
+    ],
+)
+def test_wrong_list_of_rows_is_an_error(project: Project, call: str, message: str) -> None:
+    body = """
+@lanes("cpu")
+def test_a(lane, row):
+    row("compile/a/graph_breaks", 1, expected=1, **COUNT)
+"""
+    project.tests(f"{body}    {call}\n")
+    done = project.pytest("-m", "cpu", "-n", "0")
+    assert done.code == 1
+    assert message in done.out

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
 from bumpgate.core.baseline import load
-from bumpgate.plugin.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY
 from suites.distributed import scaling
 from suites.support.child import ROOT
 from suites.support.lanes import LANES
@@ -25,37 +24,44 @@ FOUND[2] = {"regional": RANKS, "per_block": [{**ALONE, "step": 2.5}, ALONE]}
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, world: int, gpus: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run the test of `world` ranks on a machine of that many GPUs -> its rows and its properties."""
+    """Run the test of `world` ranks on a machine of that many GPUs -> its rows, and what it did not run."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(scaling, "run", lambda device, ranks, work, caches: FOUND[min(ranks, 2)])
     rows: dict[str, Any] = {}
-    properties: dict[str, Any] = {}
+    left_out: dict[str, Any] = {}
+
+    class Rows:
+        def __call__(self, id: str, value: object, **_: object) -> None:
+            rows[id.rpartition("/")[2]] = value
+
+        def not_run(self, ids: Iterable[str], reason: str, *, excused: bool) -> None:
+            left_out.update(ids=list(ids), reason=reason, excused=excused)
+
     try:
-        scaling.report(
-            world,
-            lambda id, value, **_: rows.__setitem__(id.rpartition("/")[2], value),
-            properties.__setitem__,
-        )
+        scaling.report(world, Rows())
     except pytest.skip.Exception as skip:
-        properties["skipped"] = str(skip)
-    return rows, properties
+        left_out["skipped"] = str(skip)
+    return rows, left_out
 
 
 @pytest.mark.parametrize(("world", "gpus"), [(2, 1), (4, 2), (8, 2), (8, 4)])
 def test_rows_of_absent_gpus_are_not_run(monkeypatch: pytest.MonkeyPatch, world: int, gpus: int) -> None:
-    rows, properties = measured(monkeypatch, world, gpus)
+    rows, left_out = measured(monkeypatch, world, gpus)
     reason = f"needs {world} GPUs, this run has {gpus}"
-    lines = json.loads(properties[NOT_RUN_PROPERTY])
     assert rows == {}
-    assert lines == [f"throughput/nam52-full-ddp-{world}_gpus/{name}: {reason}" for name in scaling.METRICS]
-    assert (properties[EXCUSED_PROPERTY], properties["skipped"]) == ("1", f"not run: {reason}")
+    assert left_out == {
+        "ids": [f"throughput/nam52-full-ddp-{world}_gpus/{name}" for name in scaling.METRICS],
+        "reason": reason,
+        "excused": True,
+        "skipped": f"not run: {reason}",
+    }
 
 
 @pytest.mark.parametrize(("world", "gpus"), [(2, 2), (2, 8), (8, 8)])
 def test_rows_of_present_gpus_are_measured(monkeypatch: pytest.MonkeyPatch, world: int, gpus: int) -> None:
     """The slowest rank counts: an efficiency of 1 / 1.25, an exchange of a fifth of a step."""
-    rows, properties = measured(monkeypatch, world, gpus)
-    assert properties == {}
+    rows, left_out = measured(monkeypatch, world, gpus)
+    assert left_out == {}
     assert rows == pytest.approx(
         {
             "tokens_per_second_per_rank": 80.0,

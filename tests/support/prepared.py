@@ -23,8 +23,8 @@ from suites.support.absent import not_run
 
 @lanes("cpu")
 @pytest.mark.parametrize("name", ["fast", "faster"])
-def test_peer(lane, name, row, record_property):
-    if reason := not_run(record_property, lane, [f"kernels/{name}/over_peer"], [name]):
+def test_peer(lane, name, row):
+    if reason := not_run(row, lane, [f"kernels/{name}/over_peer"], [name]):
         pytest.skip(f"not run: {reason}")
     row(f"kernels/{name}/over_peer", __import__(name).SPEED, unit="ratio", witness=1, rule="R1")
 """

@@ -26,8 +26,8 @@ BODY = """
 from suites.support.absent import not_run
 
 @lanes("cpu")
-def test_speed(lane, row, record_property):
-    missing = not_run(record_property, lane, ["kernels/a/over_peer"], ["no_such_peer"])
+def test_speed(lane, row):
+    missing = not_run(row, lane, ["kernels/a/over_peer"], ["no_such_peer"])
     row("kernels/a/milliseconds", 1, expected=1, **COUNT)
     if not missing:
         row("kernels/a/over_peer", 1, expected=1, **COUNT)
