@@ -212,7 +212,10 @@ def _hopper(SOFTCAP: str, q: Tensor, *others: Tensor) -> Any:
     """Return the module of the kernels for compute capability 9.0 if they can compute this call, None if not.
 
     They need triton 3.9 or later, P 128, bf16 or fp16, T a multiple of 128, and inputs at multiples of 16 bytes.
+    Triton's interpreter, which runs on CPU tensors, has no Gluon.
     """
+    if q.device.type == "cpu":
+        return None
     if q.shape[3] != 128 or q.shape[1] % 128 or q.dtype == torch.float32 or SOFTCAP == "exact":
         return None
     if any(t.data_ptr() % 16 for t in (q, *others)):
