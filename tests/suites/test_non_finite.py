@@ -393,16 +393,6 @@ def test_compiled_gradient_ratios_keep_a_non_finite_error(column: int, value: fl
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_pooled_batches_keep_a_non_finite_error(value: float) -> None:
-    assert math.isnan(test_compiled_gradients.pooled([1e-14, value, 1e-14, 1e-14]))
-
-
-def test_pooled_batches_leave_out_the_worst_quarter() -> None:
-    assert test_compiled_gradients.pooled([1.0, 0.25, 0.5, 100.0]) == 1.75
-    assert test_compiled_gradients.pooled([1.0, 100.0, 100.0, 0.5]) == 101.5
-
-
-@pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("side", [0, 1])
 def test_worst_ablation_group_keeps_a_non_finite_error(side: int, value: float) -> None:
     errors, limits = ({"first": 1e-7, "last": 1e-7} for _ in range(2))
