@@ -8,7 +8,6 @@ check for compiled models, applied per gradient.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from model import Hybrid
 from suites.support.comparison import over
 from suites.support.hybrids import build, token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
-from suites.support.reduce import largest, name_of_largest
+from suites.support.reduce import largest, name_of_largest, sum_of_smallest
 
 # Both errors are rounding noise. One tensor's ratio has a heavy tail (a 4-element bias read 15 on unchanged code);
 # pooled, 18 groups of 4 batches over three models read at most 1.8 on cpu. On H200s, where atomic sums round in varying
@@ -33,7 +32,7 @@ BATCHES = {"cpu": 4, "h200": 12}
 # to 0.14 instead of 3e-6), the second in 2 (index_query and index_key, 12 and 500 times). On H200s one of two runs of
 # the same build read 21 for index_query. A digit that compiling loses is lost in every batch; a fault in a quarter of
 # them or fewer is not seen here, unless it is not finite.
-LEFT_OUT = 1 / 4
+KEPT = 3 / 4
 
 
 def kind(model: Hybrid, name: str) -> str:
@@ -55,18 +54,6 @@ def gradients(model: Hybrid, ids: Tensor, call: Callable[[Tensor], Tensor]) -> d
 def squared_error(found: Tensor, oracle: Tensor) -> float:
     """Return the squared Frobenius error relative to the oracle's norm."""
     return float((found - oracle).norm() / oracle.norm().clamp(min=1e-30)) ** 2
-
-
-def kept(batches: int) -> int:
-    """Return how many of so many batches count."""
-    return batches - int(LEFT_OUT * batches)
-
-
-def pooled(batches: Sequence[float]) -> float:
-    """Return the sum of the batches' squared errors without the worst LEFT_OUT of them; NaN if one is not finite."""
-    if not all(map(math.isfinite, batches)):
-        return math.nan
-    return math.fsum(sorted(batches)[: kept(len(batches))])
 
 
 def error_ratios(errors: Mapping[str, Sequence[float]], floor: float) -> dict[str, float]:
@@ -105,8 +92,9 @@ def test_compiled_gradient_error_ratio(lane: Lane, name: str, policy: str, row, 
                     errors[group][column].append(squared)
         calls = hybrid.report().calls
     # The floor is one rounding of fp32: an eager error of 0 must not turn one last bit into a huge ratio.
-    floor = kept(len(batches)) * torch.finfo(torch.float32).eps ** 2
-    ratios = error_ratios({key: list(map(pooled, columns)) for key, columns in errors.items()}, floor)
+    floor = int(KEPT * len(batches)) * torch.finfo(torch.float32).eps ** 2
+    kept = {key: [sum_of_smallest(batches, KEPT) for batches in columns] for key, columns in errors.items()}
+    ratios = error_ratios(kept, floor)
     worst = name_of_largest(ratios)
     row(
         f"numerics/{name}-{policy}/worst_gradient_error_ratio",

@@ -8,7 +8,7 @@ built-in functions off measured floats in suites/.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 def largest(values: Iterable[float]) -> float:
@@ -47,6 +47,13 @@ def growth(curve: Iterable[float]) -> float:
     """Return the largest value of a curve over its first one. Raises ValueError if the curve is empty."""
     curve = [*curve]
     return largest(curve) / curve[0]
+
+
+def sum_of_smallest(values: Sequence[float], share: float) -> float:
+    """Return the sum of the smallest `share` of the values, rounded down; NaN if any of them is not finite."""
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    return math.fsum(sorted(values)[: int(share * len(values))])
 
 
 def _extreme(choose: Callable[[list[float]], float], values: Iterable[float]) -> float:

@@ -46,7 +46,14 @@ from suites.numerics import test_compiled_gradients, test_loss, test_loss_explos
 from suites.support.comparison import error_ratio
 from suites.support.instruments import EveryOperator
 from suites.support.lanes import LANES, Lane
-from suites.support.reduce import growth, largest, largest_difference, name_of_largest, smallest
+from suites.support.reduce import (
+    growth,
+    largest,
+    largest_difference,
+    name_of_largest,
+    smallest,
+    sum_of_smallest,
+)
 from suites.throughput import test_full_size
 from suites.wheels import smoke
 from tests.support.tree import ROOT
@@ -445,5 +452,8 @@ def test_reductions_of_finite_values() -> None:
     assert largest_difference([1.0, 3.0], [1.5, -4.0]) == 7.0
     assert largest_difference([1.0, 3.0], [1.5, -4.0], relative=True) == 1.75
     assert growth([2.0, 3.0, 1.0]) == 1.5
+    assert sum_of_smallest([1.0, 0.25, 0.5, 100.0], 3 / 4) == 1.75
+    assert math.isnan(sum_of_smallest([1.0, math.nan, 0.5, 0.25], 3 / 4))
+    assert math.isnan(sum_of_smallest([1.0, math.inf, 0.5, 0.25], 3 / 4))
     with pytest.raises(ValueError):
         largest_difference([1.0], [1.0, 2.0])
