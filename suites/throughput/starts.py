@@ -11,8 +11,9 @@ from typing import Any
 from bumpgate.plugin.duet import Duet, partner, shared_cores
 from bumpgate.plugin.provenance import versions
 from bumpgate.plugin.rows import InfraError
-from bumpgate.plugin.timing import Watch
+from bumpgate.plugin.timing import Watch, locked
 from bumpgate.run.binding import measured_tree
+from bumpgate.run.shares import first_gpu
 from suites.support.child import ENVIRONMENT, ROOT, run_json
 from suites.support.environment import compiler
 from suites.support.lanes import Lane
@@ -38,15 +39,18 @@ def warm_start(lane: Lane) -> Start:
 def _undisturbed(start: Callable[[Duet | None], Start]) -> Start:
     """Return the result of `start`, repeated if other processes used the machine meanwhile.
 
-    In a paired session both sides start at the same time and repeat together. Raises InfraError if they were disturbed
+    In a paired session both sides start at the same time and repeat together. Only one start uses the caches at a time:
+    a run that fills compile caches makes the cold and the warm start at once. Raises InfraError if they were disturbed
     every time.
     """
     duet = partner()
-    for _ in range(ATTEMPTS):
-        watch = Watch()
-        found = start(duet)
-        if duet is None or watch.was_quiet(duet):
-            return found
+    _folder().parent.mkdir(parents=True, exist_ok=True)
+    with locked(_folder(), exclusive=True):
+        for _ in range(ATTEMPTS):
+            watch = Watch()
+            found = start(duet)
+            if duet is None or watch.was_quiet(duet):
+                return found
     raise InfraError(f"other processes used this machine during {ATTEMPTS} starts")
 
 
@@ -81,8 +85,12 @@ def _made_by() -> dict[str, str | None]:
 
 
 def _folder() -> Path:
-    """Return the folder of the starts' own caches: each side and each pair of compile caches has its own."""
-    return Path(ENVIRONMENT["TORCHINDUCTOR_CACHE_DIR"]) / "starts"
+    """Return the folder of the starts' own caches: each side, each pair of compile caches and each GPU has its own.
+
+    A timed test holds only its own GPU. Two cold starts in one folder would each write their choices of kernels, and a
+    warm start on those of one would be compared with the losses of the other.
+    """
+    return Path(ENVIRONMENT["TORCHINDUCTOR_CACHE_DIR"]) / "starts" / first_gpu()
 
 
 def _started(lane: Lane, duet: Duet | None) -> Start:

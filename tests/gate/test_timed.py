@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -262,8 +263,10 @@ class Starts:
     def __init__(self, caches: Path) -> None:
         self.caches, self.made = caches, list[int]()
         self.cached = True
+        self.meanwhile: Callable[[], object] = lambda: None
 
     def run_json(self, *call: str, **options: object) -> dict[str, object]:
+        self.meanwhile()
         compiled = 0 if self.caches.exists() and self.cached else 3
         self.caches.mkdir(exist_ok=True)
         self.made.append(compiled)
@@ -301,6 +304,30 @@ def test_cold_start_compiles_and_warm_start_does_not(begun: Starts) -> None:
     starts.cold_start(LANES["cpu"])
     starts.warm_start(LANES["cpu"])
     assert begun.made == [3, 0, 3, 0], "without a cold start the caches are filled first"
+
+
+def test_starts_of_two_workers_do_not_share_caches_at_the_same_time(begun: Starts) -> None:
+    other = threading.Thread(target=starts.warm_start, args=[LANES["cpu"]])
+
+    def other_waits() -> None:
+        begun.meanwhile = lambda: None
+        other.start()
+        other.join(0.5)
+        assert other.is_alive(), "the warm start did not wait for the cold one"
+
+    begun.meanwhile = other_waits
+    starts.cold_start(LANES["cpu"])
+    other.join(10)
+    assert begun.made == [3, 0]
+
+
+def test_each_gpu_has_its_own_start_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed tests on two GPUs run at the same time."""
+    folders = []
+    for gpu in ("0", "1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu)
+        folders.append(starts._folder())
+    assert folders[0] != folders[1]
 
 
 def test_warm_start_that_compiles_again_is_not_repeated(begun: Starts) -> None:
