@@ -6,9 +6,10 @@ that the softmax of one half runs next to the matrix products of the other. Thei
 producer's 24. Shared memory holds two kinds of tiles:
 
     resident    what a program keeps: Q (forward), Q and dO (dQ), K and V (dK, dV). Its results overwrite it at the end.
-    ring        STAGES pairs of what it loops over: K and V (forward, dQ), Q and dO (dK, dV). Pair s is in ring[s] and
-                ring[STAGES + s]. Barriers of the same index: `ready` when the TMA has filled a tile, `free` when both
-                halves have read it.
+    ring        STAGES pairs of what it loops over: K and V (forward, dQ), Q and dO (dK, dV). Pair s is in ring[s], with
+                barriers ready[s] when the TMA has filled it and free[s] when both halves have read it, and in
+                ring[STAGES + s], with other_ready[s] and other_free[s]. Barriers of both in one array would make the
+                compiler put a barrier of the four warps between the two products.
 
 In the forward pass the product of P and V also overlaps the softmax of the next block. No atomics: bitwise
 deterministic. On an H200 with triton 3.9.0, P 128 and T 4096: forward 1.14 ms, with softcap 1.51 (kernel.py: 1.59 and
@@ -38,7 +39,8 @@ from kernels._triton.softcap import apply_softcap, softcap_bwd
 
 @gluon.jit
 def _load(
-    first_desc, second_desc, ring_desc, other_desc, spans, resident, ring, loaded, ready, free,
+    first_desc, second_desc, ring_desc, other_desc, spans,
+    resident, ring, loaded, ready, free, other_ready, other_free,
     token, row, column, ring_column, PAIR: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy the resident tiles, second_desc's only if PAIR, then each pair of the ring, HEADS pairs a block."""
@@ -63,11 +65,9 @@ def _load(
             mbarrier.wait(free.index(slot), unread)
             mbarrier.expect(ready.index(slot), ring_desc.nbytes_per_cta)
             tma.async_load(ring_desc, [at, head_column], ready.index(slot), ring.index(slot))
-            mbarrier.wait(free.index(STAGES + slot), unread)
-            mbarrier.expect(ready.index(STAGES + slot), other_desc.nbytes_per_cta)
-            tma.async_load(
-                other_desc, [at, head_column], ready.index(STAGES + slot), ring.index(STAGES + slot)
-            )
+            mbarrier.wait(other_free.index(slot), unread)
+            mbarrier.expect(other_ready.index(slot), other_desc.nbytes_per_cta)
+            tma.async_load(other_desc, [at, head_column], other_ready.index(slot), ring.index(STAGES + slot))
 
 
 @gluon.jit
@@ -100,8 +100,17 @@ def _visible(
 
 
 @gluon.jit
+def _logits(x, qk_scale, a, b, SOFTCAP: gl.constexpr):
+    """Return the base-2 logits of kernels/_triton/softcap.py; without a softcap their offset b is zero."""
+    if SOFTCAP == "none":
+        return x * (qk_scale * a)
+    return apply_softcap(x * qk_scale, SOFTCAP) * a + b
+
+
+@gluon.jit
 def _forward_half(
-    half: gl.constexpr, out_desc, ids, spans, lse, resident, ring, loaded, ready, free,
+    half: gl.constexpr, out_desc, ids, spans, lse,
+    resident, ring, loaded, ready, free, other_ready, other_free,
     token, row, column, qk_scale, a, b, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, ONLINE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
@@ -123,7 +132,7 @@ def _forward_half(
     x = warpgroup_mma(query, ring.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     x = warpgroup_mma_wait(0, [x])
     mbarrier.arrive(free.index(0))
-    x = apply_softcap(x * qk_scale, SOFTCAP) * a + b
+    x = _logits(x, qk_scale, a, b, SOFTCAP)
     start = N * gl.where(masked > 0, loop_block(0, begin, before, full, False), begin + before)
     x = _visible(x, rows, row_ids, ids, start, N, LOGITS, CAUSAL, WINDOW)
     largest = gl.maximum(gl.max(x, 1), -1e30)  # finite: a row with no visible key yet must not give nan
@@ -135,14 +144,14 @@ def _forward_half(
             largest = gl.where(largest > -1e29, largest, 0.0)
         done = masked if FULL else 0
         for i in range(gl.maximum(done, 1), masked + full if FULL else masked):
-            slot, last = i % STAGES, STAGES + (i - 1) % STAGES
+            slot, last = i % STAGES, (i - 1) % STAGES
             mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
             x = warpgroup_mma(query, ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-            mbarrier.wait(ready.index(last), ((i - 1) // STAGES) & 1)
-            acc = warpgroup_mma(p, ring.index(last), acc, is_async=True)
+            mbarrier.wait(other_ready.index(last), ((i - 1) // STAGES) & 1)
+            acc = warpgroup_mma(p, ring.index(STAGES + last), acc, is_async=True)
             x = warpgroup_mma_wait(1, [x])
             mbarrier.arrive(free.index(slot))
-            x = apply_softcap(x * qk_scale, SOFTCAP) * a + b
+            x = _logits(x, qk_scale, a, b, SOFTCAP)
             if not FULL:
                 start = loop_block(i, begin, before, full, False) * N
                 x = _visible(x, rows, row_ids, ids, start, N, LOGITS, CAUSAL, WINDOW)
@@ -152,15 +161,15 @@ def _forward_half(
                 total *= shrink
             weights = gl.exp2(x - largest[:, None])
             total += gl.sum(weights, 1)
-            acc, p = warpgroup_mma_wait(0, [acc, p])
-            mbarrier.arrive(free.index(last))
+            acc = warpgroup_mma_wait(0, [acc])
+            mbarrier.arrive(other_free.index(last))
             p = gl.convert_layout(weights.to(ring.dtype), FACTOR)
             if ONLINE or not FULL:
                 acc *= gl.convert_layout(shrink, gl.SliceLayout(1, RESULT))[:, None]
     last = masked + full - 1
-    mbarrier.wait(ready.index(STAGES + last % STAGES), (last // STAGES) & 1)
+    mbarrier.wait(other_ready.index(last % STAGES), (last // STAGES) & 1)
     acc = warpgroup_mma(p, ring.index(STAGES + last % STAGES), acc, is_async=True)
-    acc, p = warpgroup_mma_wait(0, [acc, p])
+    acc = warpgroup_mma_wait(0, [acc])
     gl.store(lse + rows, (largest + gl.log2(total)) * 0.6931471805599453)
     query.store((acc / gl.convert_layout(total, gl.SliceLayout(1, RESULT))[:, None]).to(ring.dtype))
     fence_async_shared()
@@ -170,7 +179,8 @@ def _forward_half(
 
 @gluon.jit
 def _dkdv_half(
-    half: gl.constexpr, dk_desc, dv_desc, ids, spans, delta_ptr, shift_ptr, resident, ring, loaded, ready, free,
+    half: gl.constexpr, dk_desc, dv_desc, ids, spans, delta_ptr, shift_ptr,
+    resident, ring, loaded, ready, free, other_ready, other_free,
     token, row, column, vectors, T, qk_scale, a, grad_scale, R: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
@@ -196,7 +206,7 @@ def _dkdv_half(
             at = vectors + step % R * T + start
             mbarrier.wait(ready.index(slot), phase)
             x = warpgroup_mma(key, query.permute((1, 0)), zero, use_acc=False, is_async=True)
-            mbarrier.wait(ready.index(STAGES + slot), phase)
+            mbarrier.wait(other_ready.index(slot), phase)
             dp = warpgroup_mma(value, do.permute((1, 0)), zero, use_acc=False, is_async=True)
             shift = gl.load(shift_ptr + at + columns)
             x = warpgroup_mma_wait(1, [x])
@@ -218,7 +228,7 @@ def _dkdv_half(
             ds = gl.convert_layout((dsoftcap * (dp - delta[None, :])).to(ring.dtype), FACTOR)
             dkey = warpgroup_mma(ds, query, dkey, is_async=True)
             dvalue, p = warpgroup_mma_wait(1, [dvalue, p])
-            mbarrier.arrive(free.index(STAGES + slot))
+            mbarrier.arrive(other_free.index(slot))
             dkey, ds = warpgroup_mma_wait(0, [dkey, ds])
             mbarrier.arrive(free.index(slot))
     key.store((dkey * grad_scale).to(ring.dtype))
@@ -231,7 +241,8 @@ def _dkdv_half(
 
 @gluon.jit
 def _dq_half(
-    half: gl.constexpr, dq_desc, ids, spans, delta_ptr, shift_ptr, resident, ring, loaded, ready, free,
+    half: gl.constexpr, dq_desc, ids, spans, delta_ptr, shift_ptr,
+    resident, ring, loaded, ready, free, other_ready, other_free,
     token, row, column, qk_scale, a, grad_scale, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
@@ -260,7 +271,7 @@ def _dq_half(
             if not AHEAD:
                 mbarrier.wait(ready.index(slot), phase)
                 x = warpgroup_mma(query, ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-            mbarrier.wait(ready.index(STAGES + slot), phase)
+            mbarrier.wait(other_ready.index(slot), phase)
             dp = warpgroup_mma(
                 do, ring.index(STAGES + slot).permute((1, 0)), zero, use_acc=False, is_async=True
             )
@@ -273,7 +284,7 @@ def _dq_half(
                 x = _visible(x, rows, row_ids, ids, start, N, LOGITS, CAUSAL, WINDOW)
             dsoftcap = softcap_bwd(gl.exp2(x), u, SOFTCAP)
             dp = warpgroup_mma_wait(0, [dp])
-            mbarrier.arrive(free.index(STAGES + slot))
+            mbarrier.arrive(other_free.index(slot))
             ds = gl.convert_layout((dsoftcap * (dp - delta[:, None])).to(ring.dtype), FACTOR)
             dquery = warpgroup_mma(ds, ring.index(slot), dquery, is_async=True)
             if AHEAD:
@@ -300,13 +311,19 @@ def _memory(first_desc, ring_desc, TILES: gl.constexpr, STAGES: gl.constexpr):
     resident = gl.allocate_shared_memory(first_desc.dtype, [TILES, HALF, P], first_desc.layout)
     ring = gl.allocate_shared_memory(ring_desc.dtype, [2 * STAGES, STEP, P], ring_desc.layout)
     loaded = mbarrier.allocate_mbarrier()
-    ready, free = mbarrier.allocate_mbarrier(batch=2 * STAGES), mbarrier.allocate_mbarrier(batch=2 * STAGES)
+    ready, free = mbarrier.allocate_mbarrier(batch=STAGES), mbarrier.allocate_mbarrier(batch=STAGES)
+    other_ready, other_free = (
+        mbarrier.allocate_mbarrier(batch=STAGES),
+        mbarrier.allocate_mbarrier(batch=STAGES),
+    )
     mbarrier.init(loaded, count=1)
-    for slot in gl.static_range(2 * STAGES):
+    for slot in gl.static_range(STAGES):
         mbarrier.init(ready.index(slot), count=1)
         mbarrier.init(free.index(slot), count=2)
+        mbarrier.init(other_ready.index(slot), count=1)
+        mbarrier.init(other_free.index(slot), count=2)
     fence_async_shared()
-    return resident, ring, loaded, ready, free
+    return resident, ring, loaded, ready, free, other_ready, other_free
 
 
 @gluon.jit
@@ -322,18 +339,21 @@ def forward_kernel(
     ids, spans = ids_ptr + token, spans_ptr + (batch * gl.num_programs(1) + block) * 4
     lse = lse_ptr + gl.program_id(0).to(gl.int64) * T
     column, kv_column = head * P, head // (Hq // Hkv) * P
-    resident, ring, loaded, ready, free = _memory(q_desc, k_desc, 2, STAGES)
+    resident, ring, loaded, ready, free, other_ready, other_free = _memory(q_desc, k_desc, 2, STAGES)
     gl.warp_specialize([
         (_forward_half, (
-            0, out_desc, ids, spans, lse, resident, ring, loaded, ready, free,
+            0, out_desc, ids, spans, lse,
+            resident, ring, loaded, ready, free, other_ready, other_free,
             token, row, column, qk_scale, a, b, STAGES, SOFTCAP, ONLINE, CAUSAL, WINDOW,
         )),
         (_forward_half, (
-            1, out_desc, ids, spans, lse, resident, ring, loaded, ready, free,
+            1, out_desc, ids, spans, lse,
+            resident, ring, loaded, ready, free, other_ready, other_free,
             token, row, column, qk_scale, a, b, STAGES, SOFTCAP, ONLINE, CAUSAL, WINDOW,
         )),
         (_load, (
-            q_desc, q_desc, k_desc, v_desc, spans, resident, ring, loaded, ready, free,
+            q_desc, q_desc, k_desc, v_desc, spans,
+            resident, ring, loaded, ready, free, other_ready, other_free,
             token, row, column, kv_column, False, 1, STAGES,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
@@ -353,18 +373,21 @@ def dkdv_kernel(
     ids, spans = ids_ptr + token, spans_ptr + (batch * gl.num_programs(1) + block) * 4
     column, q_column = group * P, group * R * P
     vectors = (batch * Hq + group * R).to(gl.int64) * T
-    resident, ring, loaded, ready, free = _memory(k_desc, q_desc, 4, STAGES)
+    resident, ring, loaded, ready, free, other_ready, other_free = _memory(k_desc, q_desc, 4, STAGES)
     gl.warp_specialize([
         (_dkdv_half, (
-            0, dk_desc, dv_desc, ids, spans, delta_ptr, shift_ptr, resident, ring, loaded, ready, free,
+            0, dk_desc, dv_desc, ids, spans, delta_ptr, shift_ptr,
+            resident, ring, loaded, ready, free, other_ready, other_free,
             token, row, column, vectors, T, qk_scale, a, grad_scale, R, STAGES, SOFTCAP, CAUSAL, WINDOW,
         )),
         (_dkdv_half, (
-            1, dk_desc, dv_desc, ids, spans, delta_ptr, shift_ptr, resident, ring, loaded, ready, free,
+            1, dk_desc, dv_desc, ids, spans, delta_ptr, shift_ptr,
+            resident, ring, loaded, ready, free, other_ready, other_free,
             token, row, column, vectors, T, qk_scale, a, grad_scale, R, STAGES, SOFTCAP, CAUSAL, WINDOW,
         )),
         (_load, (
-            k_desc, v_desc, q_desc, do_desc, spans, resident, ring, loaded, ready, free,
+            k_desc, v_desc, q_desc, do_desc, spans,
+            resident, ring, loaded, ready, free, other_ready, other_free,
             token, row, column, q_column, True, R, STAGES,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
@@ -385,18 +408,21 @@ def dq_kernel(
     vectors = gl.program_id(0).to(gl.int64) * T
     delta, shift = delta_ptr + vectors, shift_ptr + vectors
     column, kv_column = head * P, head // (Hq // Hkv) * P
-    resident, ring, loaded, ready, free = _memory(q_desc, k_desc, 4, STAGES)
+    resident, ring, loaded, ready, free, other_ready, other_free = _memory(q_desc, k_desc, 4, STAGES)
     gl.warp_specialize([
         (_dq_half, (
-            0, dq_desc, ids, spans, delta, shift, resident, ring, loaded, ready, free,
+            0, dq_desc, ids, spans, delta, shift,
+            resident, ring, loaded, ready, free, other_ready, other_free,
             token, row, column, qk_scale, a, grad_scale, STAGES, SOFTCAP, CAUSAL, WINDOW,
         )),
         (_dq_half, (
-            1, dq_desc, ids, spans, delta, shift, resident, ring, loaded, ready, free,
+            1, dq_desc, ids, spans, delta, shift,
+            resident, ring, loaded, ready, free, other_ready, other_free,
             token, row, column, qk_scale, a, grad_scale, STAGES, SOFTCAP, CAUSAL, WINDOW,
         )),
         (_load, (
-            q_desc, do_desc, k_desc, v_desc, spans, resident, ring, loaded, ready, free,
+            q_desc, do_desc, k_desc, v_desc, spans,
+            resident, ring, loaded, ready, free, other_ready, other_free,
             token, row, column, kv_column, True, 1, STAGES,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
