@@ -4,7 +4,8 @@
 
 Runs each case of suites/kernels/workloads.py forward, and forward and backward, once in a process under `ncu`, and
 writes the counters of each kernel as JSON, which tools.op_table shows. Without a case: those whose mark is missed. The
-GPU's clocks stay as they are. Exit codes: 0 written; 2 usage error; 3 no GPU, or `ncu` is missing or failed.
+file keeps its other cases, each with the build that it was measured on. The GPU's clocks stay as they are. Exit codes:
+0 written; 2 usage error, or an unusable --out; 3 no GPU, or `ncu` is missing or failed.
 """
 
 from __future__ import annotations
@@ -71,7 +72,6 @@ HEAD = (
 )  # fmt: skip
 NOTES = """
 Nsight Compute's counters of one forward and backward pass, of each kernel that takes {share:.0%} of it or more.
-{machine}.
 
 Busy shares are in percent. A warp waits so many cycles between two instructions for: `barrier` the other warps of its
 program, `long_scoreboard` loads from L1 or beyond, `short_scoreboard` shared memory, `mio_throttle` the queue of
@@ -108,26 +108,23 @@ def longest(kernels: Sequence[Kernel]) -> list[Kernel]:
     return [kernel for kernel in kernels if kernel["nanoseconds"] >= LEAST_SHARE * total]
 
 
-def section(result: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a Markdown section on the result of `main`."""
-    table = []
-    for name in dict.fromkeys(key.partition("/")[0] for key in result["kernels"]):
+def section(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the lines of a Markdown section on the result of `main`, with a table for each machine and build."""
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for name, case in result.items():
         title = f"`{name}`"
-        for kernel in result["kernels"][f"{name}/both"]:
+        for kernel in case["both"]:
             shares = [f"{kernel[key]:.0f}" for key in ("tensor", "issue", "xu", "l1", "l2", "dram", "warps")]
             resources = [f"{kernel['registers']:.0f}", f"{kernel['shared_bytes'] / 1024:.0f}"]
             waits = ", ".join(f"{reason} {cycles:.1f}" for reason, cycles in kernel["waits"].items())
             milliseconds = f"{kernel['nanoseconds'] / 1e6:.3f}"
-            table.append((title, f"`{kernel['kernel']}`", milliseconds, *shares, *resources, waits))
+            cells = (title, f"`{kernel['kernel']}`", milliseconds, *shares, *resources, waits)
+            tables.setdefault(described(case["made_with"]), []).append(cells)
             title = ""
-    body = [line(cells) for cells in (HEAD, ("---",) * len(HEAD), *table)]
-    machine = described(result["made_with"])
-    return [
-        "## What the kernels wait for",
-        *NOTES.format(machine=machine, share=LEAST_SHARE).splitlines(),
-        "",
-        *body,
-    ]
+    text = ["## What the kernels wait for", *NOTES.format(share=LEAST_SHARE).splitlines()]
+    for machine, table in tables.items():
+        text += ["", f"{machine}:", "", *(line(cells) for cells in (HEAD, ("---",) * len(HEAD), *table))]
+    return text
 
 
 def unusable(cases: Iterable[str]) -> str:
@@ -205,6 +202,11 @@ def main(arguments: list[str] | None = None) -> int:
     if refusal := unusable(cases):
         print(refusal, file=sys.stderr)
         return 3 if refusal == NO_GPU else 2
+    try:
+        kept = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
+    except (OSError, ValueError) as error:
+        print(f"--out {given.out}: {error}; name another file, or remove it", file=sys.stderr)
+        return 2
     ncu = shutil.which("ncu")
     if ncu is None:
         print("ncu is not on PATH: install NVIDIA Nsight Compute, or add its folder", file=sys.stderr)
@@ -214,11 +216,16 @@ def main(arguments: list[str] | None = None) -> int:
     program = [sys.executable, "-m", "tools.kernel_counters", "--profiled", *cases]
     ran = subprocess.run([ncu, *options, *program], stdout=subprocess.PIPE, text=True)
     try:
-        found = {name: longest(kernels) for name, kernels in parse(ran.stdout).items()}
+        found = parse(ran.stdout)
     except ValueError as error:
         print(f"{error} (exit code {ran.returncode}):\n{ran.stdout[-2000:]}", file=sys.stderr)
         return 3
-    return publish(json.dumps({"made_with": made_with(), "kernels": found}, indent=1) + "\n", given.out)
+    for key in found:
+        kept[key.partition("/")[0]] = {"made_with": made_with()}
+    for key, kernels in found.items():
+        name, _, way = key.partition("/")
+        kept[name][way] = longest(kernels)
+    return publish(json.dumps(kept, indent=1) + "\n", given.out)
 
 
 if __name__ == "__main__":

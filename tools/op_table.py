@@ -1,9 +1,10 @@
 """The kernels on an H200 in one table: error, speed next to the peer's, and the resources of their code.
 
 `python -m tools.op_table [--out docs/kernels.md]` prints GitHub Markdown from the reviewed rows:
-baselines/h200.json for what ran, baselines/cpu.json for the codegen tier's counts of the same triton; and from what
-tools.kernel_peers and tools.kernel_counters measured. A cell without a row reads "-". Exit codes: 0 the table is
-written; 2 usage error, or an unusable baseline or --out.
+baselines/h200.json for what ran, baselines/cpu.json for the codegen tier's counts of the same triton; from what
+tools.kernel_peers and tools.kernel_counters measured; and from WITH_WHEELS, a run next to the peers' wheels, which the
+adopted environment lacks. A cell without a row reads "-". Exit codes: 0 the table is written; 2 usage error, or an
+unusable baseline, record or --out.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any
 
 from bumpgate.core import code
 from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, load
-from bumpgate.core.rows import Value
+from bumpgate.core.rows import Record, Value, read_record
 from suites.support.comparison import AT_MOST
 from suites.support.tables import line, publish
 from tools import kernel_counters, kernel_peers
 
 ROOT = Path(__file__).resolve().parents[1]
+WITH_WHEELS = ROOT / "baselines" / "records" / "h200-kernel-wheels.json.xz"
 WAYS = {"forward": "forward", "both": "forward + backward"}
 HEAD = (
     "op, shape",
@@ -38,11 +40,11 @@ HEAD = (
 )
 NOTES = """
 Error: the largest over all tensors of the error against fp64, relative to that of the plain formula in bf16. Median
-times over cold caches, B 4, T 4096, in bf16; the peer's in the same run as the op's that it is compared with. For
-attention it is the fastest of flash-attn 2 and torch's own kernels (below), of those measured on this build. Roofline:
-the larger of the bytes that must move at the copy rate, and the products at the matmul rate, both measured in the run.
-Registers and spills: the most that any of the op's kernels takes, and of all kernels together, a thread, in the code
-that triton {triton} makes of that shape.
+times over cold caches, B 4, T 4096, in bf16. The peer is the fastest on this build. Those with a wheel were measured in
+a run with these wheels, baselines/records/{with_wheels}; for attention, torch's own kernels (below) count too.
+Roofline: the larger of the bytes that must move at the copy rate, and the products at the matmul rate, both measured
+in the run. Registers and spills: the most that any of the op's kernels takes, and of all kernels together, a thread,
+in the code that triton {triton} makes of that shape.
 """
 
 
@@ -93,7 +95,9 @@ BOUNDS = {
     "waits 3.5 cycles for loads; 168 registers leave 12 warps to an SM, and forms that spilled less were slower",
     "mamba3_siso-N128-G1/both_milliseconds": "the chunks' gradients, 2.12 of 6.38 ms: 255 registers leave 8 warps to "
     "an SM, which wait 2.9 cycles for loads; tensor cores 13 %, L1 54 %, DRAM 41 % busy",
-    "grouped_gemm-E64-K6-3584x896/forward_over_peer": "the tensor cores, 88 % busy",
+    "attention-P128-softcap30/forward_milliseconds": "the special functions, 64 % busy: tanh and exp2 of each logit; "
+    "tensor cores 43 %, without the softcap 58 %",
+    "grouped_gemm-E64-K6-3584x896/forward_over_peer": "the tensor cores, 89 % busy",
     "dsa_indexer-K256-attention/forward_roofline_fraction": "L2, 80 % busy: each token gathers its own 256 keys, and "
     "the roofline counts each key once; tensor cores 21 %",
     "dsa_indexer-K256-attention/both_roofline_fraction": "the keys' gradients, 2.95 of 5.52 ms: 217 registers leave 8 "
@@ -106,15 +110,16 @@ BOUNDS = {
 MARKS_HEAD = ("row", "mark", "measured", "beyond the mark by", "what bounds it")
 
 
-def marks(rows: Mapping[str, Value], measured_on: str = "") -> list[tuple[str, ...]]:
+def marks(rows: Mapping[str, Value], measured_on: Mapping[str, str]) -> list[tuple[str, ...]]:
     """Return a line per target: by how much it is met, or missed and then what bounds the row.
 
-    measured_on: the build of the counters, if it is another one than that of the rows.
+    measured_on: case -> the build of its counters, if it is another one than that of the rows.
     """
-    of_build = f" (on {measured_on})" if measured_on else ""
     found = []
     for id, mark in MARKS.items():
         value = rows.get(f"kernels/{id}")
+        build = measured_on.get(id.partition("/")[0], "")
+        of_build = f" (on {build})" if build else ""
         if value is None:
             found.append((f"`{id}`", f"{mark:g}", "-", "-", ""))
             continue
@@ -137,20 +142,32 @@ def number(rows: Mapping[str, Value], id: str, places: int) -> str:
 def fastest_peer(
     rows: Mapping[str, Value], name: str, way: str, others: Mapping[str, Mapping[str, Sequence[float]]]
 ) -> tuple[str, str]:
-    """Return milliseconds and name of the fastest peer of a case, and our time over it, from the same run.
+    """Return milliseconds and name of the fastest peer of a case, and our time over it; "-" if there is no peer.
 
-    others: of the result of tools.kernel_peers. "-" if there is no peer.
+    others: case -> peer -> milliseconds of each way.
     """
     ours, ratio = (rows.get(f"kernels/{name}/{way}_{end}") for end in ("milliseconds", "over_peer"))
-    found = []
+    found = [(times[list(WAYS).index(way)], which) for which, times in others.get(name, {}).items()]
     if ours is not None and ratio is not None:
-        found.append((ours / ratio, PEERS.get(name.partition("-")[0], "peer"), ratio))
-    times = {which: ways[list(WAYS).index(way)] for which, ways in others.get(name, {}).items()}
-    found += [(ms, which, times["ours"] / ms) for which, ms in times.items() if which != "ours"]
-    if not found:
+        found.append((ours / ratio, PEERS.get(name.partition("-")[0], "peer")))
+    if ours is None or not found:
         return "-", "-"
-    ms, which, ratio = min(found)
-    return f"{ms:.3f} {which}", f"{ratio:.2f}"
+    ms, which = min(found)
+    return f"{ms:.3f} {which}", f"{ours / ms:.2f}"
+
+
+def times_of_peers(record: Record) -> dict[str, dict[str, list[float]]]:
+    """Return case -> peer -> milliseconds of each way, from the rows of a run."""
+    rows = {j.row.id: j.row.value for j in record.judgements}
+    found: dict[str, dict[str, list[float]]] = {}
+    for id in rows:
+        _, name, last = f"{id}//".split("/")[:3]
+        if last != f"{next(iter(WAYS))}_over_peer":
+            continue
+        case = f"kernels/{name}"
+        times = [rows[f"{case}/{way}_milliseconds"] / rows[f"{case}/{way}_over_peer"] for way in WAYS]
+        found[name] = {PEERS.get(name.partition("-")[0], "peer"): times}
+    return found
 
 
 def counts(rows: Mapping[str, Reviewed], name: str, triton: str) -> list[dict[str, int]]:
@@ -184,10 +201,12 @@ def lines(
     return found
 
 
-def markdown(ran: Baseline, compiled: Baseline, peers: Mapping[str, Any], counters: Mapping[str, Any]) -> str:
+def markdown(
+    ran: Baseline, compiled: Baseline, wheels: Record, peers: Mapping[str, Any], counters: Mapping[str, Any]
+) -> str:
     """Return the page: every case that has a timed row, the marks, and the results of the two tools.
 
-    Raises BaselineError if there is no timed row.
+    wheels: a run with the wheels of the peers. Raises BaselineError if there is no timed row.
     """
     end = "/forward_milliseconds"
     values = {id: row.value for id, row in ran.rows.items()}
@@ -197,14 +216,28 @@ def markdown(ran: Baseline, compiled: Baseline, peers: Mapping[str, Any], counte
     made = ran.made_with
     triton = str(made.get("triton"))
     # Times of torch's own attention, and counters, of another build explain nothing about these rows.
-    others = peers["milliseconds"] if _build(peers["made_with"]) == _build(made) else {}
-    elsewhere = "" if _build(counters["made_with"]) == _build(made) else _build(counters["made_with"])
+    others = times_of_peers(wheels) if _build(wheels.provenance) == _build(made) else {}
+    if _build(peers["made_with"]) == _build(made):
+        for name, times in peers["milliseconds"].items():
+            others.setdefault(name, {}).update({which: ms for which, ms in times.items() if which != "ours"})
+    builds = {name: _build(case["made_with"]) for name, case in counters.items()}
+    elsewhere = {name: build for name, build in builds.items() if build != _build(made)}
     table = [cells for name in names for cells in lines(name, values, compiled.rows, triton, others)]
     body = [line(cells) for cells in (HEAD, ("---",) * len(HEAD), *table)]
     machine = f"{made.get('device')}, driver {made.get('driver')}, {_build(made)}"
     reached = [line(cells) for cells in (MARKS_HEAD, ("---",) * len(MARKS_HEAD), *marks(values, elsewhere))]
     head = ["# The kernels on an H200", "", f"{machine}.", ""]
-    text = "\n".join([*head, *body, NOTES.format(triton=triton), "## Marks", "", *reached, ""])
+    text = "\n".join(
+        [
+            *head,
+            *body,
+            NOTES.format(triton=triton, with_wheels=WITH_WHEELS.name),
+            "## Marks",
+            "",
+            *reached,
+            "",
+        ]
+    )
     return "\n".join([text, *kernel_peers.section(peers), "", *kernel_counters.section(counters), ""])
 
 
@@ -212,9 +245,13 @@ def _build(made_with: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {made_with.get(name)}" for name in ("torch", "triton"))
 
 
-def measured() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the kept results of tools.kernel_peers and tools.kernel_counters. Raises OSError."""
-    return tuple(json.loads(tool.FILE.read_text()) for tool in (kernel_peers, kernel_counters))
+def measured() -> tuple[Record, Mapping[str, Any], Mapping[str, Any]]:
+    """Return the run WITH_WHEELS, and the kept results of tools.kernel_peers and tools.kernel_counters.
+
+    Raises OSError, or RecordError if the run is not a record.
+    """
+    peers, counters = (json.loads(tool.FILE.read_text()) for tool in (kernel_peers, kernel_counters))
+    return read_record(WITH_WHEELS), peers, counters
 
 
 def main(arguments: list[str] | None = None) -> int:

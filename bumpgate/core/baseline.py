@@ -274,10 +274,22 @@ def _instrument(row: Row, baseline: Baseline, failed: Failed, build: Build) -> J
 
 
 def _derived(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
+    """Judge by the bound of the test. One that lies within the row's interval is INCONCLUSIVE, as in `_ordered`."""
     reason = violation(row)
     if reason is None:
         return None
-    return Judgement(row, Verdict.REGRESSION, reason, investigate(baseline.lane, row.test))
+    verdict = Verdict.REGRESSION
+    if row.interval is not None and _within_bounds(row.interval, row):
+        low, high = row.interval
+        verdict, reason = Verdict.INCONCLUSIVE, f"{reason} in [{low:.6g}, {high:.6g}]"
+    return Judgement(row, verdict, reason, investigate(baseline.lane, row.test))
+
+
+def _within_bounds(interval: tuple[float, float], row: Row) -> bool:
+    """Whether a part of the interval meets the bounds of a row's test, and its value is a finite number."""
+    low, high = interval
+    fits = (row.at_most is None or low <= row.at_most) and (row.at_least is None or high >= row.at_least)
+    return fits and row.expected is None and is_finite(row.value)
 
 
 def _review(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:

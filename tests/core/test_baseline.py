@@ -223,6 +223,30 @@ def test_first_applicable_rule_decides(row: dict[str, object], expected: Verdict
     )
 
 
+@pytest.mark.parametrize(
+    ("value", "interval", "bounds", "expected"),
+    [
+        (0.97, (0.90, 1.07), {"at_least": 1.0}, Verdict.INCONCLUSIVE),
+        (0.97, (0.95, 0.99), {"at_least": 1.0}, Verdict.REGRESSION),
+        (1.02, (0.95, 1.07), {"at_least": 1.0}, Verdict.PASS),
+        (1.02, (0.99, 1.07), {"at_most": 1.0}, Verdict.INCONCLUSIVE),
+        (1.02, (1.01, 1.07), {"at_most": 1.0}, Verdict.REGRESSION),
+        (1.02, (1.01, 1.07), {"at_least": 0.5, "at_most": 1.0}, Verdict.REGRESSION),
+        (math.nan, (0.9, 1.1), {"at_least": 1.0}, Verdict.REGRESSION),
+        (math.inf, (0.9, 1.1), {"at_most": 1.0}, Verdict.REGRESSION),
+    ],
+)
+def test_bound_within_the_interval_does_not_decide(
+    value: float, interval: tuple[float, float], bounds: dict[str, float], expected: Verdict
+) -> None:
+    row = measured(value, "higher", interval=interval, tolerance=0.3, **bounds)
+    judgement = judge(row, reviewed(1.0, "higher", tolerance=0.3), failed_instruments={})
+    assert judgement.verdict is expected, judgement.reason
+    assert (f"in [{interval[0]:g}, {interval[1]:g}]" in judgement.reason) is (
+        expected is Verdict.INCONCLUSIVE
+    )
+
+
 def test_derived_row_is_judged_only_by_its_derivation() -> None:
     assert verdict(measured(12, "derived", expected=12), reviewed(13, "derived")) is Verdict.PASS
 

@@ -66,11 +66,17 @@ def test_kernels_below_the_least_share_are_left_out() -> None:
 
 
 def test_section_has_a_line_for_each_kernel_of_both_passes() -> None:
-    lines = kernel_counters.section({"made_with": MADE, "kernels": kernel_counters.parse(output(*THREE))})
+    parsed = kernel_counters.parse(output(*THREE))
+    case = {"made_with": MADE, "both": parsed["scan-N64/both"]}
+    newer = case | {"made_with": MADE | {"torch": "2.12.0"}}
+    lines = kernel_counters.section({"scan-N64": case, "scan-N128": newer})
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-    assert [row[:3] for row in table[2:]] == [["`scan-N64`", "`_forward`", "0.000"], ["", "`sum`", "0.002"]]
+    assert [row[:3] for row in table[2:4]] == [["`scan-N64`", "`_forward`", "0.000"], ["", "`sum`", "0.002"]]
     assert table[-1][-1] == "wait 4.0, not_selected 2.0, long_scoreboard 1.0"
-    assert "NVIDIA H200, driver 580.1, torch 2.11.0, triton 3.6.0." in lines
+    machines = [line for line in lines if line.startswith("NVIDIA")]
+    assert machines == [
+        f"NVIDIA H200, driver 580.1, torch {torch}, triton 3.6.0:" for torch in ("2.11.0", "2.12.0")
+    ]
 
 
 @pytest.mark.parametrize("printed", ["", output(*THREE)])
@@ -84,16 +90,32 @@ def test_command_writes_what_ncu_prints(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     out = tmp_path / "counters.json"
+    out.write_text('{"other-P64": {"made_with": {}}, "scan-N64": {"made_with": {}, "old": []}}')
     code = kernel_counters.main(["mla-P64", "--out", str(out)])
     arguments = (tmp_path / "arguments").read_text().split()
     assert arguments[-4:] == ["-m", "tools.kernel_counters", "--profiled", "mla-P64"]
     assert "--clock-control none" in " ".join(arguments)
     if not printed:
-        assert (code, out.exists()) == (3, False)
+        assert (code, json.loads(out.read_text())["scan-N64"]) == (3, {"made_with": {}, "old": []})
         assert "no table in the output of ncu (exit code 0)" in capsys.readouterr().err
         return
     assert code == 0
-    assert [*json.loads(out.read_text())["kernels"]] == ["scan-N64/forward", "scan-N64/both"]
+    written = json.loads(out.read_text())
+    assert [*written] == ["other-P64", "scan-N64"], "the file keeps its other cases"
+    assert sorted(written["scan-N64"]) == ["both", "forward", "made_with"]
+    assert written["scan-N64"]["made_with"]["device"] == "NVIDIA H200"
+
+
+def test_unusable_output_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernel_counters, "gpu_models", lambda: ["NVIDIA H200"])
+    out = tmp_path / "counters.json"
+    out.write_text("[")
+    assert kernel_counters.main(["--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"--out {out}: ")
+    assert error.endswith("; name another file, or remove it\n")
 
 
 def test_command_without_ncu_names_it(

@@ -11,6 +11,7 @@ from tests.support.tree import ROOT
 from tools import op_table
 
 HERE = {"device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}
+OTHER = {"torch": "2.99.0", "triton": "9.9.9"}
 TIMED = {
     "kernels/scan-N64/forward_milliseconds": 0.5,
     "kernels/scan-N64/forward_over_peer": 0.25,
@@ -56,11 +57,11 @@ def test_markdown_row_has_errors_times_and_code() -> None:
 
 
 def test_peer_is_the_fastest_of_those_measured() -> None:
-    """With our time of the same run: cuDNN's was 2.0, the lane's 1.5."""
     rows = {"kernels/attention-P9/forward_milliseconds": 1.5, "kernels/attention-P9/forward_over_peer": 1.25}
-    others = {"attention-P9": {"ours": [2.0, 6.0], "cuDNN": [1.0, 4.0], "flash": [3.0, 9.0]}}
+    rows["kernels/attention-P9/both_milliseconds"] = 6.0
+    others = {"attention-P9": {"cuDNN": [1.0, 4.0], "flash": [3.0, 9.0]}}
     assert op_table.fastest_peer(rows, "attention-P9", "forward", {}) == ("1.200 flash-attn 2", "1.25")
-    assert op_table.fastest_peer(rows, "attention-P9", "forward", others) == ("1.000 cuDNN", "2.00")
+    assert op_table.fastest_peer(rows, "attention-P9", "forward", others) == ("1.000 cuDNN", "1.50")
     assert op_table.fastest_peer(rows, "attention-P9", "both", others) == ("4.000 cuDNN", "1.50")
     assert op_table.fastest_peer(rows, "mla-P9", "both", others) == ("-", "-")
 
@@ -71,7 +72,7 @@ def test_marks_print_the_distance_and_the_known_bound() -> None:
     values = {slow: 0.378, known: 3.9375, low: 0.76, high: 0.88}
     printed = {
         cells[0].strip("`"): cells[2:]
-        for cells in op_table.marks({f"kernels/{id}": v for id, v in values.items()})
+        for cells in op_table.marks({f"kernels/{id}": v for id, v in values.items()}, {})
     }
     assert printed[slow] == ("0.378", "missed by 5.0%", "not measured")
     assert printed[known] == ("3.938", "missed by 5.0%", op_table.BOUNDS[known])
@@ -82,17 +83,23 @@ def test_marks_print_the_distance_and_the_known_bound() -> None:
 
 
 def test_results_of_another_build_are_not_mixed_into_the_table() -> None:
-    """The kept times of cuDNN and the counters are of the build of these rows, or of another one."""
-    peers, counters = op_table.measured()
+    """Times of cuDNN, of the run with wheels, and counters: of the build of these rows, or of another one."""
+    wheels, peers, counters = op_table.measured()
     timed = {
         f"kernels/attention-P128/{way}_milliseconds": ms for way, ms in (("forward", 1.5), ("both", 5.7))
     }
     missed = {"kernels/mamba3_siso-N64-G8/both_milliseconds": 4.0}
-    for build, same in ((peers["made_with"], True), ({"torch": "2.99.0", "triton": "9.9.9"}, False)):
-        rows = {id: Reviewed(value, "", "lower") for id, value in (timed | missed).items()}
-        text = op_table.markdown(Baseline("h200", build, rows), compiled({}), peers, counters)
-        assert ("1.003 cuDNN" in cells(text)[2][5]) is same
-        assert (f"(on torch {counters['made_with']['torch']}, triton" in text) is not same
+    rows = {id: Reviewed(value, "", "lower") for id, value in (timed | missed).items()}
+
+    def text(build: dict[str, str]) -> str:
+        return op_table.markdown(Baseline("h200", build, rows), compiled({}), wheels, peers, counters)
+
+    assert "1.003 cuDNN" in cells(text(peers["made_with"]))[2][5]
+    assert "1.688 flash-attn 2" in cells(text(wheels.provenance))[2][5]
+    assert cells(text(OTHER))[2][5] == "-"
+    of_counters = counters["mamba3_siso-N64-G8"]["made_with"]
+    assert f"(on torch {of_counters['torch']}, triton" in text(OTHER)
+    assert "(on torch" not in text(of_counters)
 
 
 def test_markdown_without_timed_kernels_raises() -> None:
