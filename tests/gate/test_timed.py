@@ -306,7 +306,7 @@ def test_cold_start_compiles_and_warm_start_does_not(begun: Starts) -> None:
     assert begun.made == [3, 0, 3, 0], "without a cold start the caches are filled first"
 
 
-def test_starts_of_two_workers_do_not_share_caches_at_the_same_time(begun: Starts) -> None:
+def test_starts_of_two_workers_use_the_caches_in_turn(begun: Starts) -> None:
     other = threading.Thread(target=starts.warm_start, args=[LANES["cpu"]])
 
     def other_waits() -> None:
