@@ -12,8 +12,8 @@ producer's 24. Shared memory holds two kinds of tiles:
                 compiler put a barrier of the four warps between the two products.
 
 In the forward pass the product of P and V also overlaps the softmax of the next block. No atomics: bitwise
-deterministic. On an H200 with triton 3.9.0, P 128 and T 4096: forward 1.14 ms, with softcap 1.51 (kernel.py: 1.59 and
-1.99); forward and backward 4.28 ms, with softcap 5.17 (6.00 and 7.26).
+deterministic. On an H200 with triton 3.9.0, P 128 and T 4096: forward 1.06 ms, with softcap 1.38 (kernel.py: 1.59 and
+1.99); forward and backward 4.22 ms, with softcap 5.07 (6.00 and 7.26).
 
 Sources: FlashAttention-3 (Shah et al. 2024), Triton's Gluon tutorials.
 """
@@ -304,7 +304,7 @@ def _dq_half(
 
 @gluon.jit
 def _memory(first_desc, ring_desc, TILES: gl.constexpr, STAGES: gl.constexpr):
-    """Allocate shared memory and barriers: resident, ring, loaded, ready, free."""
+    """Allocate shared memory, and barriers with their counts of arrivals."""
     HALF: gl.constexpr = first_desc.block_shape[0]
     STEP: gl.constexpr = ring_desc.block_shape[0]
     P: gl.constexpr = ring_desc.block_shape[1]
