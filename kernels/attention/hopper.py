@@ -20,6 +20,8 @@ Sources: FlashAttention-3 (Shah et al. 2024), Triton's Gluon tutorials.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -433,7 +435,12 @@ def descriptors(*tiled: tuple[Tensor, int]) -> list[TensorDescriptor]:
     found = []
     for t, rows in tiled:
         B, T, H, P = t.shape
-        kind = gl.float16 if t.dtype == torch.float16 else gl.bfloat16
-        layout = gl.NVMMASharedLayout.get_default_for([rows, P], kind)
-        found.append(TensorDescriptor.from_tensor(t.view(B * T, H * P), [rows, P], layout))
+        tile = [rows, P]
+        found.append(TensorDescriptor(t, [B * T, H * P], [H * P, 1], tile, _layout(rows, P, t.dtype)))
     return found
+
+
+@cache
+def _layout(rows: int, P: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    kind = gl.float16 if dtype == torch.float16 else gl.bfloat16
+    return gl.NVMMASharedLayout.get_default_for([rows, P], kind)
