@@ -7,10 +7,20 @@ process that was started for them: `TRITON_INTERPRET=1 pytest -m cpu -n 0 suites
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def masks_of_bool() -> Iterator[None]:
+    """Masks that every version of the interpreter accepts; see test_masks.py."""
+    from suites.kernels.interpret.masks import of_bool
+
+    with of_bool():
+        yield
 
 
 @pytest.fixture(autouse=True)
