@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from launch import orphans
+
 LINE = 1 << 12  # bytes; a longer line is split
 KEPT = 200  # lines of each child
 GRACE = 5.0  # seconds from the request to stop to the kill
@@ -76,12 +78,13 @@ def run(
     Every line is written to `log` at once, prefixed with its child's tag ("[rank0]: "); KEPT lines per child stay in
     memory. The first child that fails stops the others, so its error does not wait for their timeouts; of several that
     fail within SETTLE, one that did not just lose another (exit code 1, SIGABRT) is the cause. All processes that a
-    child started are ended before this call returns. check: what is wrong with the children as a whole, "" for nothing.
-    Raises ChildError.
+    child started are ended before this call returns, and when this process is killed. check: what is wrong with the
+    children as a whole, "" for nothing. Raises ChildError.
     """
     with ExitStack() as stack:
         file = stack.enter_context(log.open("ab", buffering=0)) if log else None
-        running = [stack.enter_context(_Running(child, file, cwd)) for child in children]
+        guard = stack.enter_context(_Guard())
+        running = [stack.enter_context(_Running(child, file, cwd, guard)) for child in children]
         # On exit, before the first of them is waited for.
         stack.callback(lambda: [one.stop() for one in running])
         end = time.monotonic() + seconds
@@ -119,10 +122,30 @@ def _lost_another(one: _Running) -> bool:
     return one.poll() in (ABORTED, RAISED_CODE)
 
 
+class _Guard:
+    """A process that kills the groups of the children if this process is killed, and cannot do so itself."""
+
+    def __enter__(self) -> _Guard:
+        command = [sys.executable, "-I", "-S", orphans.__file__]
+        # In a session of its own, so that a signal to this process's group does not end it first.
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        return self
+
+    def add(self, group: int) -> None:
+        with suppress(BrokenPipeError):
+            os.write(self.process.stdin.fileno(), b"%d\n" % group)
+
+    def __exit__(self, *_: object) -> None:
+        """End it before its input closes: the groups have ended, and their ids may be in use again."""
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+
+
 class _Running:
     """A started child, with a thread that reads its output; on exit its whole process group is stopped."""
 
-    def __init__(self, child: Child, log: IO[bytes] | None, cwd: Path | None) -> None:
+    def __init__(self, child: Child, log: IO[bytes] | None, cwd: Path | None, guard: _Guard) -> None:
         self.name, self.log, self.tail = child.name, log, deque[str](maxlen=KEPT)
         self.pieces, self.unlogged = 0, False  # pieces: of the last line
         self.kill_at = 0.0  # by the monotonic clock, once it is to stop
@@ -139,6 +162,7 @@ class _Running:
             )
         except OSError as error:
             raise ChildError(child.name, None, "not started", [str(error)]) from None
+        guard.add(self.process.pid)
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 

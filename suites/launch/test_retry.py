@@ -358,15 +358,16 @@ raise ValueError("no class knows this")
 
 
 @lanes("cpu")
-@pytest.mark.parametrize("signals", [["HUP"], ["INT"], ["TERM"], ["TERM", "TERM"]], ids="-".join)
-@planted("C25", "a closed terminal, a second stop signal")
+@pytest.mark.parametrize("signals", [["HUP"], ["INT"], ["TERM"], ["TERM", "TERM"], ["KILL"]], ids="-".join)
+@planted("C25", "a closed terminal, a second stop signal, a launcher that cannot clean up")
 def test_stop_signals_leave_no_process(lane: Lane, tmp_path: Path, signals: list[str]) -> None:
     """The run ignores SIGTERM, so that the second signal arrives while the launcher waits for its end."""
     wait = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(99)"
     log, numbers = tmp_path / "log", [getattr(signal, f"SIG{name}") for name in signals]
     command = [sys.executable, "-m", "launch.retry", "--log", str(log), "--", "-S", "-c", wait]
     # A test run under nohup ignores SIGHUP, and its children inherit that.
-    default = partial(signal.signal, numbers[0], signal.SIG_DFL)
+    killed = numbers[0] == signal.SIGKILL
+    default = None if killed else partial(signal.signal, numbers[0], signal.SIG_DFL)
     with subprocess.Popen(command, cwd=ROOT, preexec_fn=default) as launcher:
         assert eventually(lambda: log.exists() and log.read_text().endswith("\n"), 60)
         run = int(log.read_text().split()[1])
@@ -376,7 +377,7 @@ def test_stop_signals_leave_no_process(lane: Lane, tmp_path: Path, signals: list
         code = launcher.wait(60)
     if not (ended := eventually(lambda: gone(run))):
         os.kill(run, signal.SIGKILL)
-    assert (code, ended) == (128 + numbers[0], True)
+    assert (code, ended) == (-numbers[0] if killed else 128 + numbers[0], True)
 
 
 @lanes("cpu")
