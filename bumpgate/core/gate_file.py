@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.core.findings import Decision, Finding, TimedOutcome
-from bumpgate.core.rows import SCHEMA, BumpgateError, Record, is_number, one_line, read_record
+from bumpgate.core.rows import BumpgateError, Record, is_number, one_line, read_record
 from bumpgate.core.text import loads
 
+GATE_SCHEMA = 2
 # Sessions after which an undecided time can be reviewed: the fewest that can call a row SLOWER.
 REVIEWABLE = 16
 
@@ -114,8 +115,10 @@ def read(path: Path) -> Record | GateFile:
         raise GateFileError(f"{path}: neither a record nor a gate ({one_line(error)})") from None
     if not isinstance(raw, dict) or "decision" not in raw:
         return read_record(path)
-    if raw.get("schema") != SCHEMA:
-        raise GateFileError(f"{path}: not a gate of schema {SCHEMA}")
+    if raw.get("schema") != GATE_SCHEMA:
+        raise GateFileError(
+            f"{path}: a gate of schema {raw.get('schema')!r}, this bumpgate reads {GATE_SCHEMA}: run the gate again"
+        )
     try:
         return GateFile(
             lane=str(raw["lane"]),
@@ -127,13 +130,13 @@ def read(path: Path) -> Record | GateFile:
             bad=_side(path, raw["sides"]["bad"]),
             findings=tuple(_finding(f) for f in raw["findings"]),
             timed={str(row): _paired(t) for row, t in raw.get("timed", {}).items()},
-            drifts={str(row): dict(c) for row, c in raw.get("creeps", {}).items()},
+            drifts={str(row): dict(c) for row, c in raw.get("drifts", {}).items()},
             accepted=tuple(str(line) for line in raw.get("accepted", ())),
             finished=bool(raw.get("finished", True)),
             readings={
                 str(row): _number(x) for row, x in ((raw.get("anchor") or {}).get("readings") or {}).items()
             },
-            config=dict(raw.get("asked") or {}),
+            config=dict(raw.get("config") or {}),
             binding=dict(raw.get("binding") or {}),
             moved=tuple(str(line) for line in raw.get("moved", ())),
         )

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.core.findings import Decision, Finding
-from bumpgate.core.rows import SCHEMA, BumpgateError, one_line, write_atomic
+from bumpgate.core.gate_file import GATE_SCHEMA
+from bumpgate.core.rows import BumpgateError, one_line, write_atomic
 from bumpgate.env.freeze import changes
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.plan import SessionPlan
@@ -129,7 +130,7 @@ class Gate:
     def to_json(self) -> dict[str, Any]:
         paired = self.paired or Sessions({}, None, 0)
         return {
-            "schema": SCHEMA,
+            "schema": GATE_SCHEMA,
             "lane": self.config.lane,
             "decision": self.decision.name,
             "exit_code": self.decision.value,
@@ -138,14 +139,14 @@ class Gate:
             "wall_seconds": round(self.wall_seconds, 1),
             "host": self.host,
             "command": self.command,
-            "asked": asdict(self.config),
+            "config": asdict(self.config),
             "binding": self.binding.to_json() if self.binding else None,
             "sides": {name: asdict(side) for name, side in self.sides.items()},
             "findings": [asdict(f) | {"decision": f.decision.name} for f in self.findings],
             "timed": {row: _timed(self.timed.get(row), x) for row, x in paired.log_ratios.items()},
             "sessions": _sessions(self.paired),
             "anchor": _sessions(self.drifted),
-            "creeps": {
+            "drifts": {
                 row: asdict(c) | {"since": c.since.isoformat(), "called": c.called.isoformat()}
                 for row, c in self.drifts.items()
             },
@@ -162,8 +163,8 @@ def read(out: Path, plan: SessionPlan) -> Gate | None:
     path = out / NAME
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        lists = {name: tuple(raw["asked"].get(name, ())) for name in ("selection", "without")}
-        config = GateConfig(**raw["asked"] | lists)
+        lists = {name: tuple(raw["config"].get(name, ())) for name in ("selection", "without")}
+        config = GateConfig(**raw["config"] | lists)
         gate = Gate(config, raw["started"], raw["command"], raw["wall_seconds"], raw["finished"])
         gate.decision, gate.host = Decision[raw["decision"]], raw["host"]
         gate.binding = Binding.from_json(raw["binding"]) if raw["binding"] else None

@@ -36,8 +36,6 @@ MAX_EMPTY_SESSIONS = 8
 # Verdicts of a record on a time that could be measured; the sessions override them.
 MEASURED = (Verdict.PASS, Verdict.WIN, Verdict.REGRESSION, Verdict.INCONCLUSIVE)
 SIDE = {"A": "good", "B": "bad"}
-# Fields of Sessions that have another name in gate.json and sessions.json.
-STORED = {"limit": "wanted", "started": "begun", "consecutive_empty": "barren", "failures": "faulty"}
 
 
 @dataclass(frozen=True)
@@ -177,13 +175,12 @@ class Sessions:
         """Convert to JSON types, without the plan."""
         raw = asdict(replace(self, plan=None))
         del raw["plan"]
-        return {STORED.get(name, name): value for name, value in raw.items()}
+        return raw
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], plan: SessionPlan | None) -> Sessions:
         """Create sessions from the output of to_json. Raises TypeError on other fields."""
-        names = {stored: name for name, stored in STORED.items()}
-        return cls(plan=plan, **{names.get(key, key): value for key, value in dict(raw).items()})
+        return cls(plan=plan, **raw)
 
     @property
     def cache(self) -> int:

@@ -213,16 +213,16 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     ),
     "selection": (
         "measured a part of lane cpu (suites/release): gate the whole lane",
-        lambda raw: raw["asked"].update(selection=["suites/release"]),
+        lambda raw: raw["config"].update(selection=["suites/release"]),
     ),
     "another adopted set": (
         "compares with torch==9.8.0, not with the adopted set",
-        lambda raw: raw["asked"].update(adopted="torch==9.8.0"),
+        lambda raw: raw["config"].update(adopted="torch==9.8.0"),
     ),
     "other adopted interpreter": (
         "does not compare with the adopted set (torch 9.9.0 -> 9.7.0)",
         lambda raw: (
-            raw["asked"].update(python_good="/x"),
+            raw["config"].update(python_good="/x"),
             raw["sides"]["good"]["packages"].update(torch="9.7.0"),
         ),
     ),

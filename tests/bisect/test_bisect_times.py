@@ -19,8 +19,9 @@ from bumpgate.bisect.bisection import BisectContext, Bisection
 from bumpgate.bisect.gate_finding import GateFindingError, load
 from bumpgate.bisect.probe import Cause
 from bumpgate.bisect.search import ProbeOutcome, SearchResult
+from bumpgate.core.gate_file import GATE_SCHEMA
 from bumpgate.core.problems import Problem
-from bumpgate.core.rows import SCHEMA, Judgement, Record, Row, Verdict, write_record
+from bumpgate.core.rows import Judgement, Record, Row, Verdict, write_record
 from bumpgate.env.build import Environment
 from bumpgate.env.request import Request
 from bumpgate.env.versions import FoundVersion
@@ -262,11 +263,11 @@ def test_killed_probe_continues_with_its_sessions(root: Path) -> None:
     with pytest.raises(Killed):
         search(root, sides, 1.10, nights=NIGHTS[:4])
     kept = json.loads(next((root / "out/probes").glob("*/sessions.json")).read_text())
-    assert kept["begun"] == 9
+    assert kept["started"] == 9
     result, _ = search(root, sides, 1.10, nights=NIGHTS[:4])
     assert result.suspects == (2,)
     readings = [p.parent for p in (root / "out/probes").glob("*/sessions.json")]
-    assert sum(json.loads((p / "sessions.json").read_text())["begun"] for p in readings) == sum(
+    assert sum(json.loads((p / "sessions.json").read_text())["started"] for p in readings) == sum(
         sides.sessions.values()
     ), "a saved session was run again"
 
@@ -317,8 +318,8 @@ def gate_file(
         for row, ratio in ratios.items()
     }
     raw = {
-        "schema": SCHEMA, "lane": "cpu", "decision": "HOLD", "sides": sides, "findings": findings, "timed": timed,
-        "asked": {"sessions": None},
+        "schema": GATE_SCHEMA, "lane": "cpu", "decision": "HOLD", "sides": sides, "findings": findings, "timed": timed,
+        "config": {"sessions": None},
     }  # fmt: skip
     (folder / "gate.json").write_text(json.dumps(raw | changes))
     return folder / "gate.json"
@@ -424,7 +425,7 @@ def test_slower_finding_of_a_gate_is_bisected_end_to_end(tmp_path: Path) -> None
     """Two real interpreters, of which the second does four times the work; 7 sessions are the fewest for SLOWER."""
     tree = Tree(tmp_path)
     tree.bad = tree.interpreter("bad", SLOWER="4")
-    path = gate_file(tmp_path / "g", finding("SLOWER", SLOW), ratios={SLOW: 4.0}, asked={"sessions": 7})
+    path = gate_file(tmp_path / "g", finding("SLOWER", SLOW), ratios={SLOW: 4.0}, config={"sessions": 7})
     for side in ("good", "bad"):
         row = Row(SLOW, 1.0, "ratio", 1, "C37", better="lower", test=TIMES_TEST)
         write_record(

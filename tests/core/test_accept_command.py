@@ -105,7 +105,7 @@ def test_accept_takes_candidate_values_and_ratios_of_a_gate(
     path.write_text(json.dumps(json.loads(path.read_text()) | {"binding": bind(tmp_path, folder).to_json()}))
     day = str(accepted.today())
     drifts = {row: {"since": day, "called": day, "ratio": 1.08} for row in ("t/c/s", "t/d/s")}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"creeps": drifts}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"drifts": drifts}))
     where = ("--record", str(path))
     assert run("a/b/n", *WHO, *SOON, *where)[0] == 0
     for id in (SECONDS, "t/c/s", "t/d/s"):

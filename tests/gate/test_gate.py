@@ -54,7 +54,7 @@ def test_gate_saves_every_step_before_the_next(machine: Machine, out: Path) -> N
         assert (raw["decision"], raw["exit_code"], raw["finished"]) == ("UNKNOWN", 125, False)
         sides = raw["sides"]
         done = [(s["canaries"] is not None) + s["measured"] for s in sides.values()]
-        seen.append((*done, (raw["sessions"] or {"begun": 0})["begun"]))
+        seen.append((*done, (raw["sessions"] or {"started": 0})["started"]))
 
     machine.before_process = look
     machine.gate(out)
@@ -189,7 +189,7 @@ def test_first_answer_precedes_the_sessions(
 
     def look() -> None:
         raw = json.loads((out / result.NAME).read_text())
-        if raw["sessions"] and not raw["sessions"]["begun"]:
+        if raw["sessions"] and not raw["sessions"]["started"]:
             saved[:] = [Finding(**f | {"decision": Decision[f["decision"]]}) for f in raw["findings"]]
 
     machine.before_process = look
@@ -398,7 +398,7 @@ def test_resumed_gate_refuses_another_build_of_a_wheel(machine: Machine, out: Pa
     assert bench.gate.sides["bad"].wheels == {"fast": "aaaa"}
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"asked": 3}', "[]"])
+@pytest.mark.parametrize("text", ["", "{}", '{"config": 3}', "[]"])
 def test_invalid_gate_file_is_one_line(out: Path, text: str) -> None:
     out.mkdir()
     (out / result.NAME).write_text(text)

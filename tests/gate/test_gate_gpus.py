@@ -179,7 +179,7 @@ def test_command_uses_all_gpus_of_the_host(tree: Tree) -> None:
     one, other = ["4 good", "7 bad"], ["4 bad", "7 good"]
     assert (lanes_of, fill) == (one, one), "the lanes, and the second pair of caches"
     assert sessions == [one, other, other, one, one, other]
-    assert tree.raw()["sessions"]["begun"] == 6
+    assert tree.raw()["sessions"]["started"] == 6
     for lane, gpus, message in (
         ("h200", "0,0", "--gpus 0,0: name each GPU once, such as --gpus 0,1,2,3, or --gpus all"),
         ("cpu", "0", "--gpus 0: lane cpu runs on cpu; leave the option out"),

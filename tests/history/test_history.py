@@ -65,7 +65,7 @@ def a_gate(
     if drift is not None:
         raw["anchor"] = {"readings": {ROW: drift}}
     if selection:
-        raw["asked"] = {"selection": [selection]}
+        raw["config"] = {"selection": [selection]}
     path.write_text(json.dumps(raw))
     return path
 
@@ -382,7 +382,7 @@ def test_history_refuses_mixed_lanes_and_incomplete_files(
     assert bumpgate(monkeypatch, "history", "add", str(a_record(tmp_path, "11-03", started=""))) == 4
     assert "states no start time" in capsys.readouterr().err
     unfinished = a_gate(tmp_path, "11-04")
-    unfinished.write_text(unfinished.read_text().replace('"schema": 1', '"schema": 1, "finished": false'))
+    unfinished.write_text(unfinished.read_text().replace('"schema": 2', '"schema": 2, "finished": false'))
     assert bumpgate(monkeypatch, "history", "add", str(unfinished)) == 4
     assert "the gate was cut short" in capsys.readouterr().err
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bumpgate.core.gate_file import GATE_SCHEMA
 from bumpgate.core.rows import RECORD_SCHEMA, SCHEMA, read_record
 from tests.support.foreign import DOCUMENT, EXAMPLES, LANE, Foreign
 from tests.support.tree import ROOT
@@ -50,8 +51,9 @@ def test_documented_examples_can_be_reviewed(foreign: Foreign) -> None:
 
 
 def test_documented_schema_is_current() -> None:
-    assert f'`record.json` states `"schema": {RECORD_SCHEMA}`' in DOCUMENT
-    assert f'state `"schema": {SCHEMA}`' in DOCUMENT
+    assert RECORD_SCHEMA == GATE_SCHEMA
+    assert f'`record.json` and `gate.json` state `"schema": {GATE_SCHEMA}`' in DOCUMENT
+    assert f'`baselines/*.json` state `"schema": {SCHEMA}`' in DOCUMENT
 
 
 def test_watched_rows_fail_with_their_instrument(foreign: Foreign) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from bumpgate import cli
 from bumpgate.core.findings import TimedOutcome
+from bumpgate.core.gate_file import GATE_SCHEMA
 from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict, write_record
 from bumpgate.gate.sequential import Timed
@@ -102,7 +103,7 @@ def write_gate(
             "git_version": {"torch": r.provenance["torch_git"]} if r else {},
         }
     raw = {
-        "schema": 1,
+        "schema": GATE_SCHEMA,
         "lane": lane,
         "decision": verdict.decision.name,
         "exit_code": verdict.exit_code,
@@ -121,7 +122,7 @@ def write_gate(
             }
             for name, t in (timed or {}).items()
         },
-        "creeps": {},
+        "drifts": {},
         "accepted": [],
     }
     path = folder / "gate.json"
@@ -165,7 +166,7 @@ def gate_of_day(
     ratios = {TIMED: paired(timed, 1.06 if timed is TimedOutcome.SLOWER else 1.0)} if timed else {}
     path, _ = write_gate(folder, *sides, ratios, started=f"2026-11-{day:02d}T03:00:00+00:00")
     raw = json.loads(path.read_text())
-    raw["asked"] = {"candidate": candidate, "selection": list(selection)}
+    raw["config"] = {"candidate": candidate, "selection": list(selection)}
     path.write_text(json.dumps(raw))
     return path
 

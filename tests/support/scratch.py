@@ -221,7 +221,7 @@ def gate(path: Path, root: Path) -> None:
     options = {"lane": "cpu", "candidate": "torch==2.14.0", "selection": []}
     # A command in the scratch tree runs the tree's own bumpgate.
     binding = replace(bind(root, path.parent), bumpgate=OWN).to_json()
-    path.write_text(json.dumps(raw | {"finished": True, "asked": options, "binding": binding}))
+    path.write_text(json.dumps(raw | {"finished": True, "config": options, "binding": binding}))
 
 
 def kept_gate(path: Path, root: Path) -> None:
