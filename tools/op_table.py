@@ -40,12 +40,16 @@ HEAD = (
 )
 NOTES = """
 Error: the largest over all tensors of the error against fp64, relative to that of the plain formula in bf16. Median
-times over cold caches, B 4, T 4096, in bf16. The peer is the fastest on this build. Those with a wheel were measured in
-a run with these wheels, baselines/records/{with_wheels}; for attention, torch's own kernels (below) count too.
+times over cold caches, B 4, T 4096, in bf16. The peer is the fastest that was measured on this build. Those with a
+wheel were measured in a run with these wheels, baselines/records/{with_wheels}.
+{own_attention}
 Roofline: the larger of the bytes that must move at the copy rate, and the products at the matmul rate, both measured
 in the run. Registers and spills: the most that any of the op's kernels takes, and of all kernels together, a thread,
 in the code that triton {triton} makes of that shape.
 """
+# Whether torch's own attention kernels are among the peers of the table.
+COUNTED = "Torch's own attention kernels (below) are among the peers."
+NOT_COUNTED = "Torch's own attention kernels (below) are not among the peers: they were measured on another build,\n{build}."
 
 
 # Op -> its peer in the lane.
@@ -217,7 +221,9 @@ def markdown(
     triton = str(made.get("triton"))
     # Times of torch's own attention, and counters, of another build explain nothing about these rows.
     others = times_of_peers(wheels) if _build(wheels.provenance) == _build(made) else {}
+    own_attention = NOT_COUNTED.format(build=_build(peers["made_with"]))
     if _build(peers["made_with"]) == _build(made):
+        own_attention = COUNTED
         for name, times in peers["milliseconds"].items():
             others.setdefault(name, {}).update({which: ms for which, ms in times.items() if which != "ours"})
     builds = {name: _build(case["made_with"]) for name, case in counters.items()}
@@ -231,7 +237,7 @@ def markdown(
         [
             *head,
             *body,
-            NOTES.format(triton=triton, with_wheels=WITH_WHEELS.name),
+            NOTES.format(triton=triton, with_wheels=WITH_WHEELS.name, own_attention=own_attention),
             "## Marks",
             "",
             *reached,
