@@ -10,6 +10,7 @@ one of xdist's own schedulers instead.
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -69,6 +70,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
     if config.option.dist != "load":
         return None
+    if not hasattr(config.option, "loadscopereorder"):
+        found = importlib.metadata.version("pytest-xdist")
+        why = f"pytest-xdist {found} changes the order of the tests: pip install 'pytest-xdist>=3.8', or -n 0"
+        raise pytest.UsageError(why)
     from bumpgate.plugin.assignment import TestByTest
 
     name = chosen_lane(config)

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bumpgate.plugin.assignment import TestByTest
-from bumpgate.plugin.scheduling import unit
+from bumpgate.plugin.scheduling import pytest_xdist_make_scheduler, unit
 from bumpgate.plugin.timing import lock_file, locked, try_lock
 from suites.kernels.first_call import keep
 from suites.support import gpu_memory
@@ -387,6 +387,14 @@ def test_scheduler_keeps_only_units_that_still_run() -> None:
             assert len(scheduler.assigned_work[worker]) <= 3
     assert sorted(workers[0].assigned + workers[1].assigned) == list(range(200))
     assert scheduler.tests_finished
+
+
+def test_xdist_that_reorders_units_is_refused() -> None:
+    """Before 3.8 it has no option that keeps their order, and runs the tests that need the machine to itself first."""
+    with pytest.raises(
+        pytest.UsageError, match=r"^pytest-xdist [\d.]+ changes the order .* 'pytest-xdist>=3\.8', or -n 0$"
+    ):
+        pytest_xdist_make_scheduler(SimpleNamespace(option=SimpleNamespace(dist="load")), None)
 
 
 def test_keep_adds_compiled_files_without_replacing_existing(tmp_path: Path) -> None:
