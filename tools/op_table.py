@@ -49,7 +49,10 @@ in the code that triton {triton} makes of that shape.
 """
 # Whether torch's own attention kernels are among the peers of the table.
 COUNTED = "Torch's own attention kernels (below) are among the peers."
-NOT_COUNTED = "Torch's own attention kernels (below) are not among the peers: they were measured on another build,\n{build}."
+NOT_COUNTED = (
+    "Torch's own attention kernels (below) are not among the peers: they were measured on another build,\n"
+    "{build}."
+)
 
 
 # Op -> its peer in the lane.
