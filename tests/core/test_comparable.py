@@ -11,6 +11,7 @@ from bumpgate.core.errors import RefusedError
 from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.gate.verdict import Side, judge_gate
+from bumpgate.plugin.provenance import versions
 from bumpgate.rebaseline import plan
 from bumpgate.run.host import cores, cpu_model
 from suites.support.planted import planted
@@ -181,7 +182,8 @@ def test_lane_run_does_not_judge_incomparable_times(
     project.tests(TIMED_TEST)
     test = "suites/compile/test_a.py::test_time[cpu]"
     kept = Reviewed(1.0, "s", "lower", 0.1, test=test, work=work)
-    made_with = {"torch": "9.9.0", "triton": None, "cpu": cpu_model(), "cores": str(cores())} | made_on
+    host = {"triton": versions()["triton"], "cpu": cpu_model(), "cores": str(cores())}
+    made_with = {"torch": "9.9.0"} | host | made_on
     rows = {"compile/time/graph_breaks": kept}
     save(project.root / "baselines/cpu.json", Baseline("cpu", made_with, rows))
     done = project.pytest("-m", "cpu", "-n", "0")
