@@ -128,7 +128,10 @@ class _Guard:
     def __enter__(self) -> _Guard:
         command = [sys.executable, "-I", "-S", orphans.__file__]
         # In a session of its own, so that a signal to this process's group does not end it first.
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        try:
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        except OSError as error:
+            raise ChildError("guard", None, "not started", [str(error)]) from None
         return self
 
     def add(self, group: int) -> None:

@@ -90,9 +90,11 @@ def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
     for row in TIMED:
         found = raw["timed"][row]["log_ratios"]
         assert found[: len(kept[row])] == kept[row], "earlier sessions are kept"
-    # The last look is not always the last session: the other row's readings adjust what decides a row.
-    first = min(look.sessions for look in SessionPlan().looks)
-    assert all(len(raw["timed"][row]["log_ratios"]) >= first for row in TIMED)
+    # A row that lost a reading lags; the sessions end at the look that decides the last row, or, if a process was slow,
+    # as soon as a slow mode is excluded.
+    counts = {len(raw["timed"][row]["log_ratios"]) for row in TIMED}
+    disturbed = any(any(raw["timed"][row]["slow"]) for row in TIMED)
+    assert disturbed or counts & {look.sessions for look in SessionPlan().looks}
     assert [f["label"] for f in raw["findings"]] == ["SLOWER"]
     assert f"-> {tree.bad} -m pytest -m cpu -n 0 '{TIMES_TEST}'" in last.out
     assert "(candidate) against torch" in last.out.splitlines()[-1]
