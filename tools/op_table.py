@@ -98,13 +98,8 @@ MARKS = {
 }
 # Why a target is missed, by the counters of tools/kernel_counters.json and the times of tools/kernel_peers.json.
 BOUNDS = {
-    "mamba3_siso-N64-G8/both_milliseconds": "the chunks' gradients, 1.34 of 3.93 ms: tensor cores 13 % busy, a warp "
-    "waits 3.5 cycles for loads; 168 registers leave 12 warps to an SM, and forms that spilled less were slower",
-    "mamba3_siso-N128-G1/both_milliseconds": "the chunks' gradients, 2.12 of 6.38 ms: 255 registers leave 8 warps to "
-    "an SM, which wait 2.9 cycles for loads; tensor cores 13 %, L1 54 %, DRAM 41 % busy",
     "attention-P128-softcap30/forward_milliseconds": "the special functions, 64 % busy: tanh and exp2 of each logit; "
     "tensor cores 43 %, without the softcap 58 %",
-    "grouped_gemm-E64-K6-3584x896/forward_over_peer": "the tensor cores, 89 % busy",
     "dsa_indexer-K256-attention/forward_roofline_fraction": "L2, 80 % busy: each token gathers its own 256 keys, and "
     "the roofline counts each key once; tensor cores 21 %",
     "dsa_indexer-K256-attention/both_roofline_fraction": "the keys' gradients, 2.95 of 5.52 ms: 217 registers leave 8 "

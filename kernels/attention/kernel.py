@@ -12,7 +12,7 @@ kernels/_triton/block_spans.py defines which blocks a program loops over, and ke
 form u * a + b of a logit. For a softcap c <= 32 the maximum of the masked blocks (with the diagonal) also serves for
 the full blocks: other logits are at most 2c above it, and e^64 can be summed in fp32 and stored in bf16, though not
 in fp16.
-On compute capability 9.0 with triton 3.9 or later, hopper.py has faster kernels for P 128: see `_hopper`.
+On compute capability 9.0 with triton 3.9 or later, hopper.py has faster kernels for P 64 and 128: see `_hopper`.
 Limited by the matrix products and by 3 special-function results per element (1 without softcap; 16 per cycle per
 SM). Bytes: Q, out and dout once; K and V once per query block, Q and dout once per key block, mostly from L2.
 
@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels._triton.block_spans import block_spans, loop_block
+from kernels._triton.hopper import has_hopper_gluon
 from kernels._triton.softcap import apply_softcap, softcap_bwd, softcap_params
 from kernels._triton.tiles import apply_mask, load_tile, load_vector, store_tile
 
@@ -211,20 +212,23 @@ def _options(q: Tensor, k: Tensor, SOFTCAP: str, causal: bool, window: int) -> d
 def _hopper(SOFTCAP: str, q: Tensor, *others: Tensor) -> Any:
     """Return the module of the kernels for compute capability 9.0 if they can compute this call, None if not.
 
-    They need triton 3.9 or later, P 128, bf16 or fp16, T a multiple of 128, and inputs at multiples of 16 bytes.
-    Triton's interpreter, which runs on CPU tensors, has no Gluon.
+    They need triton 3.9 or later, P 64 or 128, bf16 or fp16, T a multiple of 128, and inputs at multiples of 16 bytes.
     """
-    if q.device.type == "cpu":
-        return None
-    if q.shape[3] != 128 or q.shape[1] % 128 or q.dtype == torch.float32 or SOFTCAP == "exact":
+    if q.shape[3] not in (64, 128) or q.shape[1] % 128 or q.dtype == torch.float32 or SOFTCAP == "exact":
         return None
     if any(t.data_ptr() % 16 for t in (q, *others)):
         return None
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
-        return None
-    target = triton.runtime.driver.active.get_current_target()
-    fits = (target.backend, target.arch) == ("cuda", 90)
-    return import_module("kernels.attention.hopper") if fits else None
+    return import_module("kernels.attention.hopper") if has_hopper_gluon(q) else None
+
+
+def _launch(hopper: Any, name: str, q: Tensor) -> tuple[int, int, dict[str, Any]]:
+    """Return M, N and the launch options of a kernel: those in hopper.py, or if hopper is None in this file."""
+    T, P = q.shape[1], q.shape[3]
+    if hopper:
+        return hopper.TILES[P][name]
+    M, N, warps, stages = _tiles(P, q.dtype)[name]
+    tile = {"WIDTH": _width(P), "M": M, "N": N, "EVEN": T % max(M, N) == 0}
+    return M, N, tile | {"num_warps": warps, "num_stages": stages}
 
 
 def attention_fwd_kernel(
@@ -232,26 +236,21 @@ def attention_fwd_kernel(
 ) -> tuple[Tensor, Tensor]:
     """q (B,T,Hq,P), k and v (B,T,Hkv,P) fp32, fp16 or bf16, doc_ids (B,T) int32 -> out (B,T,Hq,P) in q.dtype,
     lse (B,Hq,T) fp32. Non-contiguous inputs are copied. Raises ValueError unless P is a power of two <= 128."""
-    B, T, Hq, P = q.shape
-    width = _width(P)
+    B, T, Hq, _ = q.shape
     q, k, v, doc_ids = (t.contiguous() for t in (q, k, v, doc_ids))
-    M, N, warps, stages = _tiles(P, q.dtype)["forward"]
     SOFTCAP, qk_scale, a, b, _ = softcap_params(scale, softcap, q.dtype)
+    hopper = _hopper(SOFTCAP, q, k, v)
+    M, N, launch = _launch(hopper, "forward", q)
     spans = block_spans(doc_ids, M, N, False, causal, window)
     out, lse = q.new_empty(q.shape), q.new_empty((B, Hq, T), dtype=torch.float32)
     online = softcap == 0 or softcap > LARGEST_FIXED_CAP or q.dtype == torch.float16
-    options = _options(q, k, SOFTCAP, causal, window) | {"ONLINE": online}
+    options = _options(q, k, SOFTCAP, causal, window) | {"ONLINE": online} | launch
     numbers, grid = (T, qk_scale, a, b), (B * Hq, spans.shape[1])
-    if hopper := _hopper(SOFTCAP, q, k, v):
-        tiles = hopper.descriptors((q, M // 2), (k, N), (v, N), (out, M // 2))
-        hopper.forward_kernel[grid](
-            *tiles, doc_ids, spans, lse, *numbers, **options, STAGES=stages, num_warps=4
-        )
-        return out, lse
-    _forward_kernel[grid](
-        q, k, v, doc_ids, spans, out, lse, *numbers, **options, WIDTH=width, M=M, N=N, EVEN=T % max(M, N) == 0,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    if hopper:
+        described = hopper.descriptors((q, M // 2), (k, N), (v, N), (out, M // 2))
+        hopper.forward_kernel[grid](*described, doc_ids, spans, lse, *numbers, **options)
+    else:
+        _forward_kernel[grid](q, k, v, doc_ids, spans, out, lse, *numbers, **options)
     return out, lse
 
 
@@ -263,7 +262,7 @@ def attention_bwd_kernel(
     B, T, Hq, P = q.shape
     Hkv, width = k.shape[2], _width(P)
     q, k, v, doc_ids, out, lse, dout = (t.contiguous() for t in (q, k, v, doc_ids, out, lse, dout))
-    tiles, (SOFTCAP, qk_scale, a, b, grad_scale) = _tiles(P, q.dtype), softcap_params(scale, softcap, q.dtype)
+    SOFTCAP, qk_scale, a, b, grad_scale = softcap_params(scale, softcap, q.dtype)
     delta, shift = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
     rows_grid = (B * Hq, triton.cdiv(T, 64))
     _rows_kernel[rows_grid](out, dout, lse, delta, shift, T, b, Hq=Hq, P=P, WIDTH=width, M=64, num_warps=4)
@@ -271,28 +270,23 @@ def attention_bwd_kernel(
     options, numbers = _options(q, k, SOFTCAP, causal, window), (T, qk_scale, a, grad_scale)
     hopper = _hopper(SOFTCAP, q, k, v, dout)
 
-    M, N, warps, stages = tiles["dkdv"]
+    M, N, launch = _launch(hopper, "dkdv", q)
     spans = block_spans(doc_ids, N, M, True, causal, window)
     grid, vectors = (B * Hkv, spans.shape[1]), (doc_ids, spans, delta, shift)
     if hopper:
         keys = ((t, N // 2) for t in (k, v, dk, dv))
         described = hopper.descriptors((q, M), (dout, M), *keys)
-        hopper.dkdv_kernel[grid](*described, *vectors, *numbers, **options, STAGES=stages, num_warps=4)
+        hopper.dkdv_kernel[grid](*described, *vectors, *numbers, **options, **launch)
     else:
-        _dkdv_kernel[grid](
-            q, k, v, doc_ids, spans, dout, delta, shift, dk, dv, *numbers, **options, WIDTH=width, M=M, N=N,
-            EVEN=T % max(M, N) == 0, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+        own = (q, k, v, doc_ids, spans, dout, delta, shift, dk, dv)
+        _dkdv_kernel[grid](*own, *numbers, **options, **launch)
 
-    M, N, warps, stages = tiles["dq"]
+    M, N, launch = _launch(hopper, "dq", q)
     spans = block_spans(doc_ids, M, N, False, causal, window)
     grid, vectors = (B * Hq, spans.shape[1]), (doc_ids, spans, delta, shift)
     if hopper:
         described = hopper.descriptors((q, M // 2), (dout, M // 2), (k, N), (v, N), (dq, M // 2))
-        hopper.dq_kernel[grid](*described, *vectors, *numbers, **options, STAGES=stages, num_warps=4)
+        hopper.dq_kernel[grid](*described, *vectors, *numbers, **options, **launch)
     else:
-        _dq_kernel[grid](
-            q, k, v, doc_ids, spans, dout, delta, shift, dq, *numbers, **options, WIDTH=width, M=M, N=N,
-            EVEN=T % max(M, N) == 0, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+        _dq_kernel[grid](q, k, v, doc_ids, spans, dout, delta, shift, dq, *numbers, **options, **launch)
     return dq, dk, dv

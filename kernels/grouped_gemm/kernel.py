@@ -13,6 +13,7 @@ one with the rows past the end masked in both operands: those of the next expert
 
 16-bit operands are loaded by TMA if D_in and D_out are multiples of a chunk, so that no tile crosses into the next
 expert's matrix; other sizes, and fp32, use masked loads in smaller tiles.
+On compute capability 9.0 with triton 3.9 or later, hopper.py computes y and dx without a plan: see `_hopper`.
 
 FLOP: 2 M D_in D_out forward, twice that backward. At 98,304 rows, 64 experts, 3584 x 896: 0.63 TFLOP, 0.87 ms at 725
 TFLOP/s. Tiles are 128 x 256 or 256 x 128: a partial tile costs as much as a full one, so the long side is along the
@@ -21,11 +22,16 @@ columns only if it divides them; the last row tile of an expert is half full, on
 M rows, E experts, D_in and D_out model dims, BM x BN tile of a result, BK chunk of the reduced dim.
 """
 
+from importlib import import_module
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels._triton.hopper import has_hopper_gluon
 
 PROGRAMS = 132  # SMs of an H200: one tile fills an SM
 PLAN_TILES = 64  # plan entries written by one program
@@ -182,10 +188,23 @@ def _plan(counts: Tensor, M: int, height: int) -> tuple[Tensor, Tensor]:
     return plan, used
 
 
+def _hopper(N: int, x: Tensor, weight: Tensor, counts: Tensor) -> Any:
+    """Return the module of the row product for compute capability 9.0 if it can compute this call, None if not.
+
+    It needs triton 3.9 or later and N a multiple of 128; `takes` in hopper.py has the other limits.
+    """
+    if not has_hopper_gluon(x):
+        return None
+    hopper = import_module("kernels.grouped_gemm.hopper")
+    return hopper if hopper.takes(N, counts, x, weight) else None
+
+
 def _multiply_rows(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
     """x (M,K) times weight (E,K,N), or (E,N,K) if transposed -> (M,N). All contiguous."""
     M, K = x.shape
     N = weight.shape[1] if transposed else weight.shape[2]
+    if hopper := _hopper(N, x, weight, counts):
+        return hopper.multiply_rows(x, weight, counts, transposed)
     y = x.new_empty((M, N))
     tile, tma = _tile(N, x, weight)
     BM, BN, BK = tile["BM"], tile["BN"], tile["BK"]

@@ -3,10 +3,10 @@
 Forward:
     prepare     per token: decays summed along the chunk, weights, document spans.
     turn_sum    total rotation of each block of tokens, which applies to all later blocks.
+    turn_start  sums these to the rotation at the start of each block.
     turn        adds the bias to queries and keys of each head, rotates them and writes them once for later kernels.
     scan        one program per (row, head) loops over the chunks. The state stays in registers and is not written.
-Backward: prepare, turn_sum and turn again, then
-    gate        gradients through silu(z).
+Backward: the first four again, then
     state       the state that enters each chunk; state_gradient, in reverse, the gradient of the state that leaves it.
     chunk       each chunk independently: all its products, ten and one for the log decays.
     token       the remaining gradients per token: angles, adt, dt, trap.
@@ -17,8 +17,8 @@ Rounding: sums, angles and states are fp32 or better. Operands of products are v
 weighted values, scores and the states between chunks of the backward. fp32 inputs use the FMA units.
 
 Bytes for B4 T4096 H112 P64 N64 G8 R16 in bf16, a (B,T,H,64) tensor being 235 MB: forward 1.8 GB, 0.43 ms at 4.2 TB/s
-(v, z, y; queries and keys written and read), with a floor of 0.8 GB. Backward 7.1 GB, 1.7 ms: in addition the
-states and their gradients, dout and the gate's slope, dqueries and dkeys, each written and read.
+(v, z, y; queries and keys written and read), with a floor of 0.8 GB. Backward 6.4 GB, 1.5 ms: in addition the
+states and their gradients, dqueries and dkeys, each written and read.
 B batch, T tokens, H heads, P head dim, N state dim, G groups, R rotation angles, C chunks, L places of a chunk.
 """
 
@@ -31,20 +31,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._triton.hopper import TRITON
 from kernels.mamba3_siso.kernel_backward import (
     SUMS,
     chunk_gradient_kernel,
-    gate_gradient_kernel,
     head_sum_kernel,
     state_gradient_kernel,
     state_kernel,
     token_gradient_kernel,
 )
-from kernels.mamba3_siso.kernel_forward import ROWS, prepare_kernel, scan_kernel, turn_kernel, turn_sum_kernel
+from kernels.mamba3_siso.kernel_forward import (
+    ROWS,
+    prepare_kernel,
+    scan_kernel,
+    turn_kernel,
+    turn_start_kernel,
+    turn_sum_kernel,
+)
 
 PREPARED_HEADS = 16
-TURNED_TOKENS = 64
-GATED_TOKENS = 64
 SUMMED_TOKENS = 64
 ENOUGH_PROGRAMS = 1024
 
@@ -58,13 +63,18 @@ class Run(NamedTuple):
 
 
 NARROW = {  # P and N up to 64; four warps are one wgmma high (64 rows)
-    "turn_sum": Run(2), "turn": Run(4), "scan": Run(4, 3), "gate": Run(4), "state": Run(4, 3),
-    "state_gradient": Run(4, 3), "chunk": Run(4, 1, 168), "token": Run(2), "head_sum": Run(2),
+    "turn_sum": Run(1), "turn_start": Run(4), "turn": Run(1, 1, 96), "scan": Run(4, 3), "state": Run(4, 3),
+    "state_gradient": Run(4, 2, 168), "chunk": Run(4, 1, 168), "token": Run(2), "head_sum": Run(2),
 }  # fmt: skip
 WIDE = NARROW | {
-    "scan": Run(4, 2), "state": Run(8, 2), "state_gradient": Run(8, 2), "chunk": Run(4), "head_sum": Run(4),
+    "turn": Run(1, 1, 168), "scan": Run(4, 2), "state": Run(8, 2), "state_gradient": Run(8, 2, 128), "chunk": Run(4),
+    "head_sum": Run(4),
 }  # fmt: skip
 EXACT = {name: Run(8) for name in NARROW}  # fp32
+TURNED_TOKENS, TURNED_BLOCKS = 16, 2
+if TRITON < (3, 9):  # exchanges values within a warp by long code, which spills: larger blocks, more warps
+    TURNED_TOKENS, TURNED_BLOCKS = 64, 1
+    NARROW, WIDE = (runs | {"turn_sum": Run(2), "turn": Run(4)} for runs in (NARROW, WIDE))
 
 
 class _Call:
@@ -103,16 +113,19 @@ class _Call:
         blocks = triton.cdiv(T, TURNED_TOKENS)
         block_turns, block_starts = (doc_ids.new_empty(s) for s in ((B, H, 1 + blocks, R), (B, 1 + blocks)))
         turning = self.angles, _strides(self.angles), self.dt, self.doc_ids
-        turn_sum_kernel[H, blocks, B](
-            *turning, self.given[0], block_turns, block_starts, T,
-            H=H, R=R, BLOCK_R=_block(R), BLOCK_T=TURNED_TOKENS, **self.run("turn_sum"),
+        turn_sum_kernel[H, triton.cdiv(blocks, TURNED_BLOCKS), B](
+            *turning, self.given[0], block_turns, block_starts, T, blocks,
+            H=H, R=R, BLOCK_R=_block(R), BLOCK_T=TURNED_TOKENS, BLOCKS=TURNED_BLOCKS, **self.run("turn_sum"),
         )  # fmt: skip
+        turn_start_kernel[H, B](
+            block_turns, block_starts, blocks, H=H, R=R, BLOCK_R=_block(R), **self.run("turn_start")
+        )
         self.queries, self.keys = (v.new_empty((B, H, T, N)) for _ in range(2))
         self.turns = doc_ids.new_empty((B, H, T, R) if save_rotation else 0)
         self.theta_final, self.k_final = self.fp32(B, H, R), self.fp32(B, H, N)
         turn_kernel[H, blocks, B](
             self.q, _strides(self.q), self.k, _strides(self.k), self.q_bias, self.k_bias, *turning,
-            block_turns, block_starts,
+            block_turns,
             self.queries, self.keys, self.turns, self.theta_final, self.k_final, T,
             N=N, R=R, KEEP=save_rotation, BLOCK_T=TURNED_TOKENS, **self.heads, **self.columns, **self.run("turn"),
         )  # fmt: skip
@@ -166,18 +179,14 @@ def mamba3_siso_bwd_kernel(*inputs: Any) -> list[Tensor]:
     in their order, shapes and dtypes. Errors as in the forward."""
     *inputs, dy, dtheta_final, dh_final, dk_final, dv_final = inputs
     call = _Call(*inputs, save_rotation=True)
-    (B, T, H, P), N, R = call.v.shape, call.q.shape[3], call.angles.shape[3]
+    (B, _, H, P), N, R = call.v.shape, call.q.shape[3], call.angles.shape[3]
     (_, C), L = call.sizes, call.tiles["L"]
     _, *given = call.given
     dy = _rows(dy)
+    gated = call.z, _strides(call.z), dy, _strides(dy)
     dtheta_final, dh_final, dk_final, dv_final = (
         t.contiguous() for t in (dtheta_final, dh_final, dk_final, dv_final)
     )
-    dout, dz, dv = (call.v.new_empty(call.v.shape) for _ in range(3))
-    gate_gradient_kernel[H, triton.cdiv(T, GATED_TOKENS), B](
-        call.z, _strides(call.z), dy, _strides(dy), dout, dz, T, H=H, P=P, EXACT=call.v.dtype == torch.float32,
-        TOKENS=GATED_TOKENS, BLOCK_P=call.tiles["BLOCK_P"], **call.run("gate"),
-    )  # fmt: skip
     entering, leaving = (call.v.new_empty((B, H, C, P, N)) for _ in range(2))
     h_final = call.fp32(B, H, P, N)
     state_kernel[H, B](
@@ -187,14 +196,15 @@ def mamba3_siso_bwd_kernel(*inputs: Any) -> list[Tensor]:
     dgiven = [call.fp32(*t.shape) for t in call.given]
     lifted, carry = call.fp32(B, H, P), call.fp32(B, H, C, R)
     state_gradient_kernel[H, B](
-        call.queries, dout, call.coefficients, call.spans, call.dt, call.trap, h_final, call.k_final, *given[1:],
+        call.queries, *gated, call.coefficients, call.spans, call.dt, call.trap, h_final, call.k_final, *given[1:],
         dtheta_final, dh_final, dk_final, leaving, carry, dgiven[1], dgiven[2], lifted,
         *call.sizes, R=R, **call.tiles, **call.run("state_gradient"),
     )  # fmt: skip
     dqueries, dkeys = (torch.empty_like(call.queries) for _ in range(2))
+    dv, dz = (call.v.new_empty(call.v.shape) for _ in range(2))
     dD, sums, borders = call.fp32(B * C, H), call.fp32(B, H, C, SUMS.value, L), call.fp32(B, H, C, R)
     chunk_gradient_kernel[H, C, B](
-        call.queries, call.keys, call.v, _strides(call.v), dout, call.D, call.coefficients, call.spans,
+        call.queries, call.keys, call.v, _strides(call.v), *gated, call.D, call.coefficients, call.spans,
         entering, leaving, dk_final, dv_final, dqueries, dkeys, dv, dz, dD, sums, borders,
         *call.sizes, R=R, **call.tiles, **call.run("chunk"),
     )  # fmt: skip

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from kernels.mamba3_siso.kernel_forward import (
     GAMMA,
+    HIGH,
     ROWS,
     SCALE,
     SINCE,
@@ -31,7 +32,7 @@ from kernels.mamba3_siso.kernel_forward import (
     load_tile,
     offset,
     pairs_of,
-    restart,
+    running_sum,
     sigmoid,
     store_state,
     store_tile,
@@ -52,18 +53,10 @@ def wedge(x, dx):
 
 
 @triton.jit
-def gate_gradient_kernel(
-    z_ptr, z_strides, dy_ptr, dy_strides, dout_ptr, slope_ptr, T, H: tl.constexpr, P: tl.constexpr, EXACT: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """One program per (TOKENS tokens, head, row). y = ungated silu(z): dout = dy silu(z), slope = dy silu'(z)."""
-    head, t0, b, i = tl.program_id(0), tl.program_id(1) * TOKENS, tl.program_id(2), tl.arange(0, TOKENS)
-    x = load_tile(z_ptr + offset(z_strides, b, t0, head), i, T - t0, z_strides[1], P, BLOCK_P).to(tl.float32)
-    dgated = load_tile(dy_ptr + offset(dy_strides, b, t0, head), i, T - t0, dy_strides[1], P, BLOCK_P)
-    dgated, gate = dgated.to(tl.float32), sigmoid(x, EXACT)
-    to = ((tl.cast(b, tl.int64) * T + t0) * H + head) * P
-    store_tile(dout_ptr + to, i, T - t0, H * P, P, BLOCK_P, dgated * x * gate)
-    store_tile(slope_ptr + to, i, T - t0, H * P, P, BLOCK_P, dgated * gate * (1 + x * (1 - gate)))
+def before_gate(z, dy, EXACT: tl.constexpr):
+    """Gradient of the output before its gate, y = out silu(z), in the dtype of dy."""
+    x = z.to(tl.float32)
+    return (dy.to(tl.float32) * x * sigmoid(x, EXACT)).to(dy.dtype)
 
 
 @triton.jit
@@ -100,7 +93,8 @@ def state_kernel(
 
 @triton.jit
 def state_gradient_kernel(
-    queries_ptr, dout_ptr, coefficients_ptr, spans_ptr, dt_ptr, trap_ptr, h_final_ptr, k_final_ptr,
+    queries_ptr, z_ptr, z_strides, dy_ptr, dy_strides, coefficients_ptr, spans_ptr, dt_ptr, trap_ptr, h_final_ptr,
+    k_final_ptr,
     k_given_ptr, v_given_ptr,
     dtheta_final_ptr, dh_final_ptr, dk_final_ptr, leaving_ptr, carry_ptr, dh_ptr, dk_given_ptr, lifted_ptr, T, C,
     H: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
@@ -115,6 +109,7 @@ def state_gradient_kernel(
     head, b, i = tl.program_id(0), tl.program_id(1), tl.arange(0, L)
     row = b.to(tl.int64) * H + head
     pair, one = tl.arange(0, BLOCK_N // 2), tl.arange(0, 1)
+    EXACT: tl.constexpr = queries_ptr.dtype.element_ty == tl.float32
     dstate = load_state(dh_final_ptr + row * P * N, P, N, BLOCK_P, BLOCK_N).to(tl.float32)
     turn = wedge(load_state(h_final_ptr + row * P * N, P, N, BLOCK_P, BLOCK_N), dstate)
     last_key = load_tile(k_final_ptr + row * N, one, 1, N, N, BLOCK_N)
@@ -123,11 +118,13 @@ def state_gradient_kernel(
     for back in range(C):
         c = C - 1 - back
         chunk, count = row * C + c, tl.minimum(CHUNK, T - c * CHUNK)
-        token = b.to(tl.int64) * T + c * CHUNK
+        t0 = c * CHUNK
         store_state(leaving_ptr + chunk * P * N, P, N, BLOCK_P, BLOCK_N, dstate)
         since = coefficients_ptr + chunk * (ROWS * L) + SINCE * L
-        douts = load_tile(dout_ptr + (token * H + head) * P, i, count, H * P, P, BLOCK_P)
-        query = load_tile(queries_ptr + (row * T + c * CHUNK) * N, i, count, N, N, BLOCK_N)
+        gate = load_tile(z_ptr + offset(z_strides, b, t0, head), i, count, z_strides[1], P, BLOCK_P)
+        dgated = load_tile(dy_ptr + offset(dy_strides, b, t0, head), i, count, dy_strides[1], P, BLOCK_P)
+        douts = before_gate(gate, dgated, EXACT)
+        query = load_tile(queries_ptr + (row * T + t0) * N, i, count, N, N, BLOCK_N)
         weighted = (douts * tl.load(since + i)[:, None]).to(douts.dtype)
         dstate = dot(tl.trans(weighted), query, dstate * tl.load(since + L - 1))
         turn = tl.where(tl.load(spans_ptr + (b * C + c) * 2 * L + L - 1) < 0, turn, 0.0)
@@ -143,17 +140,17 @@ def state_gradient_kernel(
 
 @triton.jit
 def chunk_gradient_kernel(
-    queries_ptr, keys_ptr, v_ptr, v_strides, dout_ptr, D_ptr, coefficients_ptr, spans_ptr, entering_ptr,
-    leaving_ptr, dk_final_ptr, dv_final_ptr,
+    queries_ptr, keys_ptr, v_ptr, v_strides, z_ptr, z_strides, dy_ptr, dy_strides, D_ptr, coefficients_ptr, spans_ptr,
+    entering_ptr, leaving_ptr, dk_final_ptr, dv_final_ptr,
     dqueries_ptr, dkeys_ptr, dv_ptr, dz_ptr, dD_ptr, sums_ptr, borders_ptr, T, C,
     H: tl.constexpr, CHUNK: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program per (head, chunk, row): all products of a chunk, with keys along the rows, queries along the columns.
 
-    dqueries and dkeys (B,H,T,N) in v.dtype, after rotation; dv; dz, whose buffer contains the gate's slope on entry;
-    dD (B,C,H); sums; borders (B,H,C,R), wedge(state, its gradient) where a chunk begins. The gradient of a log
-    decay is the sum over the pairs s < t <= i that it lies between: a product with a triangle of ones forms it.
+    dqueries and dkeys (B,H,T,N) in v.dtype, after rotation; dv; dz; dD (B,C,H); sums; borders (B,H,C,R), wedge(state,
+    its gradient) where a chunk begins. The gradient of a log decay is the sum over the pairs s < t <= i that it lies
+    between: a product with a triangle of ones forms it.
     """
     head, c, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, i, pair = b.to(tl.int64) * H + head, tl.arange(0, L), tl.arange(0, BLOCK_N // 2)
@@ -164,14 +161,28 @@ def chunk_gradient_kernel(
     coefficients_ptr += chunk * (ROWS * L)
     sums_ptr += chunk * (SUMS * L) + i
     at_value, at_key = (token * H + head) * P, (row * T + t0) * N
+    scale = tl.load(coefficients_ptr + SCALE * L + i)
+    total = tl.load(coefficients_ptr + SINCE * L + L - 1)
+    gamma = tl.load(coefficients_ptr + GAMMA * L + i)
+    high = tl.load(coefficients_ptr + HIGH * L + i)
+    skip = tl.load(D_ptr + head).to(tl.float32)
+    until, since = tl.load(coefficients_ptr + UNTIL * L + i), tl.load(coefficients_ptr + SINCE * L + i)
+    last = tl.load(spans_ptr + (b * C + c) * 2 * L + L + i)
+    x = load_tile(z_ptr + offset(z_strides, b, t0, head), i, count, z_strides[1], P, BLOCK_P).to(tl.float32)
+    dy = load_tile(dy_ptr + offset(dy_strides, b, t0, head), i, count, dy_strides[1], P, BLOCK_P).to(
+        tl.float32
+    )
     value = load_tile(v_ptr + offset(v_strides, b, t0, head), i, count, v_strides[1], P, BLOCK_P)
-    douts = load_tile(dout_ptr + at_value, i, count, H * P, P, BLOCK_P)
     key = load_tile(keys_ptr + at_key, i, count, N, N, BLOCK_N)
     query = load_tile(queries_ptr + at_key, i, count, N, N, BLOCK_N)
     dstate = load_state(leaving_ptr + chunk * P * N, P, N, BLOCK_P, BLOCK_N)
     state = load_state(entering_ptr + chunk * P * N, P, N, BLOCK_P, BLOCK_N)
-    scale = tl.load(coefficients_ptr + SCALE * L + i)
-    total = tl.load(coefficients_ptr + SINCE * L + L - 1)
+    # y = out silu(z). The buffers of dv and dz hold dout = dy silu(z) and the slope dy silu'(z) until they are used.
+    gate = sigmoid(x, EXACT)
+    store_tile(dv_ptr + at_value, i, count, H * P, P, BLOCK_P, dy * x * gate)
+    store_tile(dz_ptr + at_value, i, count, H * P, P, BLOCK_P, dy * gate * (1 + x * (1 - gate)))
+    tl.debug_barrier()  # a thread may load what another one stored
+    douts = load_tile(dv_ptr + at_value, i, count, H * P, P, BLOCK_P)
     through = total * tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
     border = total * wedge(state, dstate)
 
@@ -180,21 +191,17 @@ def chunk_gradient_kernel(
     diagonal = i[:, None] == i[None, :]
     tl.store(dD_ptr + (b * C + c) * H + head, tl.sum(tl.where(diagonal, dmixed, 0.0)))
     tl.store(sums_ptr + DGAMMA * L, tl.sum(tl.where(diagonal, dmixed * scores, 0.0), 1))
-    last = tl.load(spans_ptr + (b * C + c) * 2 * L + L + i)
     later = (i[None, :] > i[:, None]) & (i[None, :] <= last[:, None])
-    weight = tl.where(later, decay_between(coefficients_ptr, L, EXACT, 1), 0.0)
+    weight = tl.where(later, decay_between(coefficients_ptr, high, L, EXACT, 1), 0.0)
     weighted = dmixed * scores * weight
     dscale = tl.sum(weighted, 1)
-    gamma = tl.load(coefficients_ptr + GAMMA * L + i)[:, None]
-    weight = tl.where(diagonal, gamma, weight * scale[:, None])
+    weight = tl.where(diagonal, gamma[:, None], weight * scale[:, None])
     dscores = (dmixed * weight).to(dtype)
-    skip = tl.where(diagonal, tl.load(D_ptr + head).to(tl.float32), 0.0)
-    mixed = (scores * weight + skip).to(dtype)
+    mixed = (scores * weight + tl.where(diagonal, skip, 0.0)).to(dtype)
     from_t = (i[:, None] >= i[None, :]).to(dtype)
     dlog = dot((weighted * scale[:, None]).to(dtype), from_t)
     dlog = tl.sum(tl.where(i[:, None] < i[None, :], dlog, 0.0), 0) + through
 
-    until, since = tl.load(coefficients_ptr + UNTIL * L + i), tl.load(coefficients_ptr + SINCE * L + i)
     out = dot(query, tl.trans(state)) * since[:, None]
     out = dot(tl.trans(mixed), value, out)
     slope = load_tile(dz_ptr + at_value, i, count, H * P, P, BLOCK_P)
@@ -241,10 +248,9 @@ def head_sum_kernel(
     t0, r, rest = block * BLOCK_T, tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_REST)
     all_even, all_odd = tl.zeros((BLOCK_T, BLOCK_R), tl.float32), tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
     all_rest = tl.zeros((BLOCK_T, BLOCK_REST), tl.float32)
-    for h in range(part * PART, tl.minimum(part * PART + PART, HEADS_A_GROUP)):
+    for h in tl.range(part * PART, tl.minimum(part * PART + PART, HEADS_A_GROUP), num_stages=3):
         head = group * HEADS_A_GROUP + h
         at = (b.to(tl.int64) * H + head) * T + t0
-        # Issue all loads before the first store: after it they would wait for it.
         ticks = load_tile(turns_ptr + at * R, i, T - t0, R, R, BLOCK_R)
         turned = load_tile(dheads_ptr + at * N, i, T - t0, N, 2 * R, 2 * BLOCK_R).to(tl.float32)
         own_rest = load_tile(dheads_ptr + at * N + 2 * R, i, T - t0, N, REST, BLOCK_REST).to(tl.float32)
@@ -312,7 +318,7 @@ def token_gradient_kernel(
         turn += tl.where(
             (t == T - 1)[:, None], load_row(dtheta_final_ptr + row * R, R, BLOCK_R)[None, :], 0.0
         )
-    _, turn = tl.associative_scan(((closed[:, None] & (r >= 0)[None, :]).to(tl.int32), turn), 0, restart)
+    turn = running_sum(turn, closed)
     turn += tl.where(((last == L - 1) & (c < C - 1))[:, None], after[None, :], 0.0)
     if c == 0:
         tl.store(dtheta_ptr + row * R + r, tl.sum(tl.where((t == 0)[:, None], turn, 0.0), 0), mask=r < R)

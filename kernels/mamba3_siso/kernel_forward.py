@@ -140,14 +140,27 @@ def restart(begun, total, begins_here, value):
 
 
 @triton.jit
-def decay_between(coefficients_ptr, L: tl.constexpr, EXACT: tl.constexpr, LATER: tl.constexpr):
+def running_sum(x, starts):
+    """Sum x (M,N) over the rows, restarting at each row that `starts` (M,)."""
+    if tl.max(starts.to(tl.int32)) != 0:
+        flags = (starts[:, None] & (tl.arange(0, x.shape[1]) >= 0)[None, :]).to(tl.int32)
+        _, total = tl.associative_scan((flags, x), 0, restart)
+    else:
+        total = tl.cumsum(x, 0)
+    return total
+
+
+@triton.jit
+def decay_between(coefficients_ptr, high, L: tl.constexpr, EXACT: tl.constexpr, LATER: tl.constexpr):
     """Decay from after one place to a later one (L,L), the later ones along axis LATER; other entries are undefined.
 
-    The low part is below the precision of 16-bit operands, so it is used only if EXACT.
+    high (L,): row HIGH of the coefficients. The low part is below the precision of 16-bit operands, so it is used only
+    if EXACT.
     """
     i = tl.arange(0, L)
-    high = tl.load(coefficients_ptr + HIGH * L + i)
-    exponent = tl.expand_dims(high, 1 - LATER) - tl.expand_dims(high, LATER)
+    exponent = tl.expand_dims(tl.load(coefficients_ptr + HIGH * L + i), 1 - LATER) - tl.expand_dims(
+        high, LATER
+    )
     if EXACT:
         low = tl.load(coefficients_ptr + LOW * L + i)
         exponent += tl.expand_dims(low, 1 - LATER) - tl.expand_dims(low, LATER)
@@ -241,24 +254,27 @@ def token_ticks(
 
 @triton.jit
 def turn_sum_kernel(
-    angles_ptr, angle_strides, dt_ptr, doc_ids_ptr, theta_ptr, block_turns_ptr, block_starts_ptr, T,
-    H: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
+    angles_ptr, angle_strides, dt_ptr, doc_ids_ptr, theta_ptr, block_turns_ptr, block_starts_ptr, T, blocks,
+    H: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program per (head, block of BLOCK_T tokens, row): the rotation that a block adds to later tokens.
+    """One program per (head, BLOCKS blocks of BLOCK_T tokens, row): the rotation that a block adds to later tokens.
 
     block_turns (B,H,1+blocks,R): the given theta, then for each block the ticks since the last document start
     in it; block_starts (B,1+blocks): whether there is one. Angles are summed as 32-bit fixed point, where a
     whole turn wraps around: exact, in any order.
     """
-    head, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i, r, t0 = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R), block * BLOCK_T
-    row, entries = b.to(tl.int64) * H + head, tl.num_programs(1) + 1
-    ticks = token_ticks(angles_ptr, angle_strides, dt_ptr, b, t0, T, head, H, R, BLOCK_R, BLOCK_T)
-    last_start = tl.max(tl.where(begins(doc_ids_ptr, b, t0 + i, T), i, -1))
-    total = tl.sum(tl.where((i >= last_start)[:, None], ticks, 0), 0)
-    tl.store(block_turns_ptr + (row * entries + 1 + block) * R + r, total, mask=r < R)
+    head, block, b = tl.program_id(0), tl.program_id(1) * BLOCKS, tl.program_id(2)
+    i, j, r, t0 = tl.arange(0, BLOCK_T), tl.arange(0, BLOCKS), tl.arange(0, BLOCK_R), block * BLOCK_T
+    row, entries = b.to(tl.int64) * H + head, blocks + 1
+    starts = begins(doc_ids_ptr, b, t0 + j[:, None] * BLOCK_T + i[None, :], T)
+    ticks = token_ticks(angles_ptr, angle_strides, dt_ptr, b, t0, T, head, H, R, BLOCK_R, BLOCK_T * BLOCKS)
+    last_start = tl.max(tl.where(starts, i[None, :], -1), 1)
+    since = (i[None, :] >= last_start[:, None])[:, :, None]
+    total = tl.sum(tl.where(since, tl.reshape(ticks, (BLOCKS, BLOCK_T, BLOCK_R)), 0), 1)
+    store_tile(block_turns_ptr + (row * entries + 1 + block) * R, j, blocks - block, R, R, BLOCK_R, total)
     if head == 0:
-        tl.store(block_starts_ptr + b * entries + 1 + block, (last_start >= 0).to(tl.int32))
+        at = block_starts_ptr + b * entries + 1 + block + j
+        tl.store(at, (last_start >= 0).to(tl.int32), mask=j < blocks - block)
     if block == 0:
         given = tl.load(theta_ptr + row * R + r, mask=r < R, other=0.0).to(tl.float64) / TAU
         tl.store(block_turns_ptr + row * entries * R + r, to_ticks(given - tl.floor(given)), mask=r < R)
@@ -266,33 +282,35 @@ def turn_sum_kernel(
 
 
 @triton.jit
-def entering_ticks(
-    block_turns_ptr, block_starts_ptr, row, b, block, entries, R: tl.constexpr, BLOCK_R: tl.constexpr
+def turn_start_kernel(
+    block_turns_ptr, block_starts_ptr, blocks, H: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """Angle at the start of a block: the ticks of the blocks since the last start, or since the given theta."""
-    ticks = tl.zeros((BLOCK_R,), tl.int32)
-    for begin in range(0, block + 1, BEFORE):
-        j = begin + tl.arange(0, BEFORE)
-        started = tl.load(block_starts_ptr + b * entries + j, mask=j <= block, other=0) != 0
-        last_start = tl.max(tl.where(started, j, -1))
-        turns = load_tile(block_turns_ptr + row * entries * R, j, block + 1, R, R, BLOCK_R)
-        added = tl.sum(tl.where((j >= last_start)[:, None], turns, 0), 0)
-        ticks = tl.where(last_start >= 0, 0, ticks) + added
-    return ticks
+    """One program per (head, row): block_turns becomes the angle at the start of each block, in ticks."""
+    head, b, j = tl.program_id(0), tl.program_id(1), tl.arange(0, BEFORE)
+    block_turns_ptr += (b.to(tl.int64) * H + head) * (blocks + 1) * R
+    block_starts_ptr += b * (blocks + 1)
+    entering = tl.zeros((BLOCK_R,), tl.int32)
+    for begin in range(0, blocks, BEFORE):
+        count = blocks - begin
+        starts = tl.load(block_starts_ptr + begin + j, mask=j < count, other=0) != 0
+        ticks = load_tile(block_turns_ptr + begin * R, j, count, R, R, BLOCK_R)
+        ticks += tl.where(((j == 0) & (starts == 0))[:, None], entering[None, :], 0)
+        total = running_sum(ticks, starts)
+        store_tile(block_turns_ptr + begin * R, j, count, R, R, BLOCK_R, total)
+        entering = tl.sum(tl.where((j == BEFORE - 1)[:, None], total, 0), 0)
 
 
 @triton.jit
-def turned_tile(base_ptr, bias_ptr, rows, count, stride, cos, sin, R: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The rotated columns of q or k, after bias and rotation, fp32 (BLOCK_T,2 BLOCK_R)."""
-    biases = load_row(bias_ptr, 2 * R, 2 * BLOCK_R)[None, :]
-    even, odd = pairs_of(load_tile(base_ptr, rows, count, stride, 2 * R, 2 * BLOCK_R).to(tl.float32) + biases)
+def turned(tile, biases, cos, sin):
+    """The rotated columns of q or k after bias and rotation, fp32 (BLOCK_T,2 BLOCK_R)."""
+    even, odd = pairs_of(tile.to(tl.float32) + biases[None, :])
     return from_pairs(even * cos - odd * sin, even * sin + odd * cos)
 
 
 @triton.jit
 def turn_kernel(
     q_ptr, q_strides, k_ptr, k_strides, q_bias_ptr, k_bias_ptr, angles_ptr, angle_strides, dt_ptr, doc_ids_ptr,
-    block_turns_ptr, block_starts_ptr,
+    block_turns_ptr,
     queries_ptr, keys_ptr, turns_ptr, theta_final_ptr, k_final_ptr, T,
     H: tl.constexpr, HEADS_A_GROUP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, KEEP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -305,35 +323,36 @@ def turn_kernel(
     head, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, blocks, group = b.to(tl.int64) * H + head, tl.num_programs(1), head // HEADS_A_GROUP
     REST: tl.constexpr = N - 2 * R
-    t0, i = block * BLOCK_T, tl.arange(0, BLOCK_T)
-    entering = entering_ticks(block_turns_ptr, block_starts_ptr, row, b, block, blocks + 1, R, BLOCK_R)
-    ticks = token_ticks(angles_ptr, angle_strides, dt_ptr, b, t0, T, head, H, R, BLOCK_R, BLOCK_T)
-    starts = begins(doc_ids_ptr, b, t0 + i, T)
-    if tl.max(starts.to(tl.int32)) != 0:
-        flags = (starts[:, None] & (tl.arange(0, BLOCK_R) >= 0)[None, :]).to(tl.int32)
-        begun, total = tl.associative_scan((flags, ticks), 0, restart)
-        total += tl.where(begun != 0, 0, entering[None, :])
-    else:
-        total = tl.cumsum(ticks, 0) + entering[None, :]
-    first = row * T + t0
-    if KEEP:
-        store_tile(turns_ptr + first * R, i, T - t0, R, R, BLOCK_R, total)
-    cos, sin = cos_sin(total)
-
+    t0, i, r = block * BLOCK_T, tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
+    # Issue all loads before the first store: after it they would wait for it.
     at_q, at_k = q_ptr + offset(q_strides, b, t0, group), k_ptr + offset(k_strides, b, t0, group)
     q_bias_ptr += head * N
     k_bias_ptr += head * N
-    query = turned_tile(at_q, q_bias_ptr, i, T - t0, q_strides[1], cos, sin, R, BLOCK_R)
-    store_tile(queries_ptr + first * N, i, T - t0, N, 2 * R, 2 * BLOCK_R, query)
-    key = turned_tile(at_k, k_bias_ptr, i, T - t0, k_strides[1], cos, sin, R, BLOCK_R)
-    store_tile(keys_ptr + first * N, i, T - t0, N, 2 * R, 2 * BLOCK_R, key)
-    rest_of_query = load_tile(at_q + 2 * R, i, T - t0, q_strides[1], REST, BLOCK_REST).to(tl.float32)
-    rest_of_query += load_row(q_bias_ptr + 2 * R, REST, BLOCK_REST)[None, :]
-    store_tile(queries_ptr + first * N + 2 * R, i, T - t0, N, REST, BLOCK_REST, rest_of_query)
-    rest_of_key = load_tile(at_k + 2 * R, i, T - t0, k_strides[1], REST, BLOCK_REST).to(tl.float32)
-    rest_of_key += load_row(k_bias_ptr + 2 * R, REST, BLOCK_REST)[None, :]
-    store_tile(keys_ptr + first * N + 2 * R, i, T - t0, N, REST, BLOCK_REST, rest_of_key)
+    entering = tl.load(block_turns_ptr + (row * (blocks + 1) + block) * R + r, mask=r < R, other=0)
+    query = load_tile(at_q, i, T - t0, q_strides[1], 2 * R, 2 * BLOCK_R)
+    key = load_tile(at_k, i, T - t0, k_strides[1], 2 * R, 2 * BLOCK_R)
+    rest_of_query = load_tile(at_q + 2 * R, i, T - t0, q_strides[1], REST, BLOCK_REST)
+    rest_of_key = load_tile(at_k + 2 * R, i, T - t0, k_strides[1], REST, BLOCK_REST)
+    q_bias, k_bias = load_row(q_bias_ptr, 2 * R, 2 * BLOCK_R), load_row(k_bias_ptr, 2 * R, 2 * BLOCK_R)
+    rest_of_q_bias = load_row(q_bias_ptr + 2 * R, REST, BLOCK_REST)
+    rest_of_k_bias = load_row(k_bias_ptr + 2 * R, REST, BLOCK_REST)
+    starts = begins(doc_ids_ptr, b, t0 + i, T)
+    ticks = token_ticks(angles_ptr, angle_strides, dt_ptr, b, t0, T, head, H, R, BLOCK_R, BLOCK_T)
 
+    ticks += tl.where(((i == 0) & (starts == 0))[:, None], entering[None, :], 0)
+    total = running_sum(ticks, starts)
+    cos, sin = cos_sin(total)
+    first = row * T + t0
+    query = turned(query, q_bias, cos, sin)
+    store_tile(queries_ptr + first * N, i, T - t0, N, 2 * R, 2 * BLOCK_R, query)
+    key = turned(key, k_bias, cos, sin)
+    store_tile(keys_ptr + first * N, i, T - t0, N, 2 * R, 2 * BLOCK_R, key)
+    rest_of_query = rest_of_query.to(tl.float32) + rest_of_q_bias[None, :]
+    store_tile(queries_ptr + first * N + 2 * R, i, T - t0, N, REST, BLOCK_REST, rest_of_query)
+    rest_of_key = rest_of_key.to(tl.float32) + rest_of_k_bias[None, :]
+    store_tile(keys_ptr + first * N + 2 * R, i, T - t0, N, REST, BLOCK_REST, rest_of_key)
+    if KEEP:
+        store_tile(turns_ptr + first * R, i, T - t0, R, R, BLOCK_R, total)
     if block == blocks - 1:
         last = tl.where(t0 + i == T - 1, 0, -1)  # row of k_final for a token, -1 for none
         store_tile(k_final_ptr + row * N, last, 1, N, 2 * R, 2 * BLOCK_R, key)
@@ -342,7 +361,6 @@ def turn_kernel(
         radians = ((exact - tl.floor(exact)) * TAU).to(tl.float32)
         # 2 pi is not exact in fp32: an angle that rounds up to the value above it is a whole turn, that is 0.
         radians = tl.where(radians < 6.2831852, radians, 0.0)
-        r = tl.arange(0, BLOCK_R)
         tl.store(theta_final_ptr + row * R + r, radians, mask=r < R)
 
 
@@ -379,7 +397,8 @@ def scan_kernel(
         key = load_tile(keys_ptr, i, count, N, N, BLOCK_N)
         first, scale = tl.load(spans_ptr + i), tl.load(coefficients_ptr + SCALE * L + i)
         earlier = (i[None, :] < i[:, None]) & (i[None, :] >= first[:, None])
-        weight = tl.where(earlier, decay_between(coefficients_ptr, L, EXACT, 0) * scale[None, :], 0.0)
+        high = tl.load(coefficients_ptr + HIGH * L + i)
+        weight = tl.where(earlier, decay_between(coefficients_ptr, high, L, EXACT, 0) * scale[None, :], 0.0)
         gamma = tl.load(coefficients_ptr + GAMMA * L + i)[:, None]
         scores = dot(query, tl.trans(key))
         diagonal = i[:, None] == i[None, :]

@@ -26,6 +26,7 @@ WHOLE_TILES = {
     "plain": {},
     "softcap": {"softcap": 2.0},
     "large softcap": {"softcap": 40.0},
+    "softcap, large logits": {"softcap": 30.0, "scale": 4.0},
     "window": {"window": 150, "softcap": 2.0},
     "not causal": {"causal": False},
     "not causal, window": {"causal": False, "window": 150},
@@ -55,17 +56,42 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
     report_cases(row, f"kernels/attention-{lane.name}-{dtype}", ratios)
 
 
-@lanes("h200")
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_error_of_whole_tiles_at_head_dim_128(lane: Lane, dtype: str, row):
-    """The shapes that kernels/attention/hopper.py computes: three blocks of 128, documents that end inside them."""
+def report_whole_tiles(lane: Lane, P: int, dtype: str, row) -> None:
+    """Report the error at shapes that hopper.py computes: three blocks of 128, documents that end inside them."""
     narrow = torch.bfloat16 if dtype == "bf16" else torch.float16
-    inputs = make_inputs(T=384, P=128, Hq=6, dtype=narrow, device=lane.device)
+    inputs = make_inputs(T=384, P=P, Hq=6, dtype=narrow, device=lane.device)
     ratios = {
         case: error_ratios(attention, attention_naive, attention_reference, inputs, **options)
         for case, options in WHOLE_TILES.items()
     }
-    report_cases(row, f"kernels/attention-P128-whole_tiles-{str(narrow).removeprefix('torch.')}", ratios)
+    report_cases(row, f"kernels/attention-P{P}-whole_tiles-{str(narrow).removeprefix('torch.')}", ratios)
+
+
+@lanes("h200")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_error_of_whole_tiles_at_head_dim_64(lane: Lane, dtype: str, row):
+    report_whole_tiles(lane, 64, dtype, row)
+
+
+@lanes("h200")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_error_of_whole_tiles_at_head_dim_128(lane: Lane, dtype: str, row):
+    report_whole_tiles(lane, 128, dtype, row)
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("P", [64, 128])
+def test_nan_of_a_key_reaches_the_queries_that_see_it(lane: Lane, P: int, softcap: float):
+    """In the masked blocks and in the full ones, at odd and even keys: an SM may compute these in two ways."""
+    q, k, v, _ = make_inputs(T=384, P=P, Hq=2, dtype=torch.bfloat16, device=lane.device)
+    doc_ids = torch.zeros(q.shape[:2], dtype=torch.int32, device=lane.device)
+    for at in range(14, 18):
+        poisoned = k.clone()
+        poisoned[:, at] = torch.nan
+        seen = attention(q, poisoned, v, doc_ids, softcap=softcap).isnan()
+        assert seen[:, at:].all()
+        assert not seen[:, :at].any()
 
 
 @lanes("cpu", "h200")

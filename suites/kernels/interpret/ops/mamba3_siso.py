@@ -83,7 +83,7 @@ OP = KernelOp(
     blocks={
         (kernel, "PREPARED_HEADS"): 1,
         (kernel, "TURNED_TOKENS"): 8,
-        (kernel, "GATED_TOKENS"): 16,
+        (kernel, "TURNED_BLOCKS"): 2,
         (kernel, "SUMMED_TOKENS"): 16,
         (kernel_forward, "BEFORE"): tl.constexpr(2),
     },
