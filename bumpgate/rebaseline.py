@@ -164,10 +164,10 @@ def _refuse_record(record: Record, old: Baseline, only: Sequence[str], prune: bo
     lane = record.provenance.get("lane")
     if lane != old.lane:
         raise RefusedError(f"the record is of lane {lane!r}, not {old.lane!r}")
-    if prune and not _whole(record):
+    tier = all(in_tier(j.row.test) for j in record.judgements)
+    if prune and not (_whole(record) or (tier and record.complete)):
         raise RefusedError(f"--prune needs the record of a whole run: pytest -m {old.lane}")
     other = old.made_with and other_build(old.made_with, record.provenance)
-    tier = all(in_tier(j.row.test) for j in record.judgements)
     if other and not tier and (only or not _whole(record)):
         raise RefusedError(
             f"{other}: another build is adopted from a whole run (pytest -m {old.lane}), without --only"
@@ -210,7 +210,7 @@ def _unacceptable(j: Judgement, old: Baseline, record: Record) -> str | None:
 def _change(j: Judgement, old: Baseline, record: Record, prune: bool, refresh: bool) -> BaselineChange | None:
     row, was = j.row, old.rows.get(j.row.id)
     if row.unmeasured:
-        return BaselineChange(row.id, was, None, "nothing measures it") if prune and j.gone and was else None
+        return _pruned(was, row.id, record) if prune and j.gone and was else None
     verdict = judged(j, old, record).verdict
     new = reviewed(row, was, record)
     if verdict is not Verdict.PASS:
@@ -226,6 +226,17 @@ def _change(j: Judgement, old: Baseline, record: Record, prune: bool, refresh: b
     return None
 
 
+def _pruned(was: Reviewed, id: str, record: Record) -> BaselineChange:
+    """Drop a row; for a "code" row, only the value for the record's triton if others are left."""
+    left = {version: value for version, value in was.values.items() if version != _triton(record)}
+    new = replace(was, values=left) if left else None
+    return BaselineChange(id, was, new, "not launched" if new else "nothing measures it")
+
+
+def _triton(record: Record) -> str:
+    return str(record.provenance.get("triton"))
+
+
 def reviewed(row: Row, was: Reviewed | None, record: Record) -> Reviewed:
     """Return the reviewed row with the new value. The note is kept, and so is the tolerance if its meaning is the same.
 
@@ -237,12 +248,15 @@ def reviewed(row: Row, was: Reviewed | None, record: Record) -> Reviewed:
     if row.better != "code":
         return found
     values = was.values if was and was.better == "code" else {}
-    return replace(found, value=None, values={**values, str(record.provenance.get("triton")): str(row.value)})
+    return replace(found, value=None, values={**values, _triton(record): str(row.value)})
 
 
 def _moved(change: BaselineChange) -> tuple[Value, Value]:
     """Return the old and the new value; for a "code" row, those of the version that moved."""
     old, new = change.old, change.new
+    dropped = [v for v in (old.values if old and new else {}) if new and v not in new.values]
+    if dropped and old:
+        return old.values[dropped[0]], f"triton {dropped[0]}: not launched"
     versions = [
         v for v in (new.values if new else {}) if new and (not old or old.values.get(v) != new.values[v])
     ]

@@ -82,6 +82,21 @@ class Baseline:
     made_with: Mapping[str, str | None] = field(default_factory=dict)
     rows: Mapping[str, Reviewed] = field(default_factory=dict)
 
+    def unexpected(self, triton: str | None) -> frozenset[str]:
+        """Return the "code" rows of kernels that a version of triton does not launch.
+
+        They have no value for its nearest reviewed version: an op may launch other kernels from one version on.
+        """
+        versions = self.tritons()
+        if not versions:
+            return frozenset()
+        nearest = code.nearest(triton or "", versions)
+        return frozenset(id for id, row in self.rows.items() if row.values and nearest not in row.values)
+
+    def tritons(self) -> set[str]:
+        """Return the versions of triton that "code" rows were reviewed with."""
+        return {version for row in self.rows.values() for version in row.values}
+
 
 def find_root(start: Path) -> Path:
     """Return the root of the repository that contains `start`. Raises BaselineError outside of one."""
@@ -332,6 +347,9 @@ def _code(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgeme
             return None
         reason = f"reviewed {old.values[triton]!r} with triton {triton}, measured {row.value!r}"
         return Judgement(row, Verdict.CHANGED, reason, accept(baseline.lane, row.id))
+    if triton in baseline.tritons():
+        reason = f"not reviewed with triton {triton}: measured {row.value!r} {row.unit}"
+        return Judgement(row, Verdict.MISSING, reason, accept(baseline.lane, row.id))
     other = code.nearest(triton, old.values)
     found = code.worse(code.parse(old.values[other]), code.parse(row.value))
     reason = f"triton {triton} is not reviewed, compared with {other}: "

@@ -149,11 +149,16 @@ def _by_id(record: Record) -> dict[str, Judgement]:
 
 
 def _new_rows(good: Record, bad: Record) -> set[str]:
-    """Return the rows of tiers that only the candidate collected: the adopted environment lacks their dependencies."""
+    """Return the rows of tiers that the candidate alone has.
+
+    They are of a tier that the adopted side did not collect, since it lacks the dependencies, or of kernels that its
+    triton does not launch.
+    """
     if not good.complete:
         return set()
     collected = {tier(j.row.test) for j in good.judgements} | {tier(p.test) for p in good.problems}
-    return {j.row.id for j in bad.judgements if (t := tier(j.row.test)) and t not in collected}
+    found = {j.row.id for j in bad.judgements if (t := tier(j.row.test)) and t not in collected}
+    return found | {j.row.id for j in bad.judgements if _is_code(j) and j.row.id in good.not_run}
 
 
 def _new_tiers(lane: str, judgements: Iterable[Judgement]) -> list[Finding]:

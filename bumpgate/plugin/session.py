@@ -128,7 +128,7 @@ class LaneSession:
         provenance |= {"acceptances": notes} if notes else {}
         margins = self._unused_margins(judgements, complete)
         provenance |= {"margins": margins} if margins else {}
-        not_run = self.reports.not_run_lines
+        not_run = sorted([*self.reports.not_run_lines, *self._not_launched()])
         provenance |= {"not_run": not_run} if not_run else {}
         texts, used = sentences(self.config.rootpath), {j.row.rule for j in judgements}
         rules = {rule: texts[rule] for rule in sorted(used) if rule in texts}
@@ -177,8 +177,8 @@ class LaneSession:
         if not self.selection.collected:
             return []
         rows = self.baseline.rows.items()
-        not_run = self.reports.not_run_rows
-        silent = {id: r for id, r in rows if id not in self.judgements and id not in not_run}
+        optional = self.reports.not_run_rows | self.baseline.unexpected(provenance.versions()["triton"])
+        silent = {id: r for id, r in rows if id not in self.judgements and id not in optional}
         gone = self._gone({r.test for r in silent.values()}) if complete else set()
         return [
             self._explain_missing(id, r, complete)
@@ -187,6 +187,16 @@ class LaneSession:
             or r.test in self.selection.selected
             or r.test in gone
             or _file_of(r.test) in self.reports.uncollected
+        ]
+
+    def _not_launched(self) -> list[str]:
+        """Return `row: reason` of each kernel of the selected tests that this version of triton does not launch."""
+        triton = provenance.versions()["triton"]
+        rows = self.baseline.rows
+        return [
+            f"{id}: triton {triton} does not launch this kernel"
+            for id in self.baseline.unexpected(triton) - self.judgements.keys()
+            if rows[id].test in self.selection.selected
         ]
 
     def _gone(self, tests: Collection[str]) -> set[str]:
@@ -264,7 +274,7 @@ class LaneSession:
             reason = f"{test} was set up and not run"
         else:
             reason = f"{test} no longer reports it" if ran else f"its test is gone: {test}"
-            lost, gone = not ran, self.full and complete
+            lost, gone = not ran, complete and (self.full or (ran and in_tier(test)))
         lane = self.baseline.lane
         # A part does not know whether the test moved: the whole lane does, and then prints how to accept the loss.
         rerun = "" if lost and not in_tier(test) else test
@@ -292,7 +302,12 @@ class LaneSession:
         if self.full:
             return None
         tests = self.selection.selected
-        rows = [(id, r) for id, r in self.baseline.rows.items() if not in_tier(r.test) or r.test in tests]
+        absent = self.baseline.unexpected(provenance.versions()["triton"])
+        rows = [
+            (id, r)
+            for id, r in self.baseline.rows.items()
+            if (not in_tier(r.test) or r.test in tests) and id not in absent
+        ]
         n = sum(id in self.judgements or r.test in tests for id, r in rows)
         if n < len(rows):
             return [n, len(rows)]

@@ -130,6 +130,61 @@ def test_rebaseline_adds_and_replaces_one_version() -> None:
         assert plan(record(triton, made), new) == (new, [])
 
 
+OTHER = "kernels/op.fused-bf16/code"
+
+
+def two_kernels() -> Baseline:
+    """The baseline of an op that launches another kernel from triton 3.9.0 on."""
+    first = baseline()
+    later = replace(first.rows[ID], values={"3.9.0": code.text(**COUNTS)})
+    return replace(first, rows={ID: first.rows[ID], OTHER: later})
+
+
+@pytest.mark.parametrize(
+    ("triton", "unexpected"),
+    [("3.5.0", {OTHER}), ("3.7.1", {OTHER}), ("3.8.0", {OTHER}), ("3.9.0", {ID}), ("3.10.0", {ID})],
+)
+def test_kernels_of_other_versions_are_not_expected(triton: str, unexpected: set[str]) -> None:
+    assert two_kernels().unexpected(triton) == unexpected
+
+
+def test_kernel_new_to_a_reviewed_version_is_not_reviewed() -> None:
+    found = judge(row(), two_kernels(), failed_instruments={}, build={"torch": None, "triton": "3.9.0"})
+    assert (found.verdict, found.reason.partition(":")[0]) == (
+        Verdict.MISSING,
+        "not reviewed with triton 3.9.0",
+    )
+    found = judge(row(), two_kernels(), failed_instruments={}, build={"torch": None, "triton": "3.10.0"})
+    assert found.verdict is Verdict.PASS
+
+
+def test_rebaseline_drops_the_value_of_one_version() -> None:
+    """--prune with a record of the tier: a row without any value left is dropped."""
+    lost = Judgement(Row(ID, None, "counts", 0, "", better="code", test=TEST), Verdict.MISSING, "", gone=True)
+    old = baseline()
+    for triton, left in (("3.7.1", {"3.6.0": REVIEWED["3.6.0"]}), ("3.6.0", {})):
+        record = Record({"lane": "cpu", "triton": triton}, (lost,), True)
+        assert not plan(record, old)[1]
+        old, (change,) = plan(record, old, prune=True)
+        assert (dict(old.rows[ID].values) if left else old.rows) == left
+        assert ("not launched" in diff(baseline(), old, [change])) == bool(left)
+
+
+def test_gate_lists_kernels_of_one_side() -> None:
+    """Each side reports what its own triton launches, and lists the rest as not run."""
+    ids = {"3.7.1": OTHER, "3.9.0": ID}
+    sides = []
+    for triton, absent in ids.items():
+        made = judge(
+            row(OTHER if absent == ID else ID), two_kernels(), failed_instruments={}, build={"triton": triton}
+        )
+        lines = [f"{absent}: triton {triton} does not launch this kernel"]
+        sides.append(Side(triton, Record({"lane": "cpu", "triton": triton, "not_run": lines}, (made,), True)))
+    found = judge_gate("cpu", *sides)
+    assert found.decision is Decision.ADOPT
+    assert {(f.label, f.rows) for f in found.findings} == {("NEW", (OTHER,)), ("NOT RUN", (ID,))}
+
+
 def gate(good: tuple[str, Row], bad: tuple[str, Row]) -> list[tuple[Any, ...]]:
     sides = [Side(triton, record(triton, made)) for triton, made in (good, bad)]
     return [(f.decision, f.label, f.head) for f in judge_gate("cpu", *sides).findings]

@@ -231,6 +231,31 @@ def test_tier_rows_are_required_in_their_own_environment_only(project: Project) 
     assert "another build is adopted" in project.bumpgate("rebaseline", "--lane", "cpu").err
 
 
+def test_kernel_that_this_triton_does_not_launch_is_listed(project: Project) -> None:
+    """Its row has no value for this version; a row with one stays required, and --prune drops that value."""
+    path = "suites/kernels/codegen/test_kernels.py"
+    body = GOOD.replace("compile/good", "compile/new").replace("13, expected=13", '"spills=0"')
+    project.tests(body.replace("**COUNT", '**COUNT | {"better": "code"}'), path)
+    project.write("triton-3.9.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: triton\nVersion: 3.9.0\n")
+    rows = {
+        name: Reviewed(
+            None, "breaks", "code", test=f"{path}::test_good[cpu]", values=dict.fromkeys(versions, "spills=0")
+        )
+        for name, versions in {"old": ["3.7.1"], "new": ["3.9.0"], "both": ["3.7.1", "3.9.0"]}.items()
+    }
+    project.baseline(**rows)
+    run = ("-m", "cpu", "-n", "0", "--gate", "--part", "suites/kernels/codegen")
+    result = project.pytest(*run)
+    assert (result.code, project.verdicts()) == (1, {"new": "PASS", "both": "MISSING"}), result.out
+    listed = "compile/old/graph_breaks: triton 3.9.0 does not launch this kernel"
+    assert project.record().provenance["not_run"] == [listed]
+    assert f"NOT RUN       {listed}" in result.out
+
+    assert project.bumpgate("rebaseline", "--lane", "cpu", "--prune").code == 0
+    again = project.pytest(*run)
+    assert (again.code, project.verdicts()) == (0, {"new": "PASS"}), again.out
+
+
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_empty_selection_is_not_green(project: Project, workers: str) -> None:
     project.tests(GOOD)

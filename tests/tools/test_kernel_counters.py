@@ -138,11 +138,12 @@ def test_machine_without_a_gpu_and_unknown_cases_are_one_line(
 
 
 def test_fastest_implementation_is_bold() -> None:
-    times = {"a-P64": {"ours": [2.0, 5.0], "cuDNN": [1.0, 6.0]}, "b": {"ours": [2.0, 4.0]}}
-    lines = kernel_peers.section({"made_with": MADE, "ways": ["forward", "both"], "milliseconds": times})
+    times = {"a-P64": {"cuDNN": [1.0, 6.0]}, "b": {"flash": [2.0, 4.0]}}
+    result = {"made_with": MADE, "ways": ["forward", "both"], "milliseconds": times}
+    lines = kernel_peers.section(result, {"a-P64": [2.0, 5.0]})
     assert lines[-4:] == [
-        "| `a-P64` | forward | 2.000 | **1.000** |",
-        "|  | both | **5.000** | 6.000 |",
-        "| `b` | forward | **2.000** | - |",
-        "|  | both | **4.000** | - |",
+        "| `a-P64` | forward | 2.000 | **1.000** | - |",
+        "|  | both | **5.000** | 6.000 | - |",
+        "| `b` | forward | - | - | **2.000** |",
+        "|  | both | - | - | **4.000** |",
     ]
