@@ -169,6 +169,16 @@ def _pass(ready, free, done, steps, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _arrived(weight, ready, step, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Wait for the chunks of a step, and return that of weight as (K,N)."""
+    mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
+    b = weight.index(step % STAGES)
+    if TRANSPOSED:
+        b = b.permute((1, 0))
+    return b
+
+
+@gluon.jit
 def _product(
     x, weight, ready, free, done, steps, half: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
@@ -178,10 +188,7 @@ def _product(
     acc = gl.zeros([64, N], gl.float32, RESULT)
     for step in range(done, done + steps):
         slot = step % STAGES
-        mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
-        b = weight.index(slot)
-        if TRANSPOSED:
-            b = b.permute((1, 0))
+        b = _arrived(weight, ready, step, STAGES, TRANSPOSED)
         acc = warpgroup_mma(x.index(2 * slot + half), b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, [acc])
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=step > done)
@@ -201,10 +208,7 @@ def _two_products(
     acc, other = gl.zeros([64, N], gl.float32, RESULT), gl.zeros([64, N], gl.float32, RESULT)
     for step in range(done, done + steps):
         slot = step % STAGES
-        mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
-        b = weight.index(slot)
-        if TRANSPOSED:
-            b = b.permute((1, 0))
+        b = _arrived(weight, ready, step, STAGES, TRANSPOSED)
         acc = warpgroup_mma(x.index(4 * slot + half), b, acc, is_async=True)
         other = warpgroup_mma(x.index(4 * slot + 2 + half), b, other, is_async=True)
         acc, other = warpgroup_mma_wait(2, [acc, other])
