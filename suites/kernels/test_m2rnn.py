@@ -14,11 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from kernels.m2rnn import m2rnn, m2rnn_recurrent
 from suites.kernels.inputs.m2rnn import FLOATS, SCAN, make_inputs
 from suites.support.comparison import DTYPES, Named, doubled, pooled, report_pooled, worst
+from suites.support.instruments import present_activities
 from suites.support.lanes import Lane, lanes
 from suites.support.reduce import largest
 
@@ -81,10 +82,10 @@ def test_backward_computes_all_candidates_at_once(lane: Lane):
     inputs = make_inputs(T=20, dtype=torch.float32, device=lane.device)
     leaves = {n: t.requires_grad_(n in FLOATS) for n, t in inputs.items()}
     counts = []
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
+    with profile(activities=present_activities()) as trace:
         y, _ = m2rnn(**leaves)
     counts.append({e.key: e.count for e in trace.key_averages()}["aten::tanh"])
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
+    with profile(activities=present_activities()) as trace:
         y.sum().backward()
     counts.append({e.key: e.count for e in trace.key_averages()}["aten::tanh"])
     assert counts == [20, 1]

@@ -31,6 +31,7 @@ from suites.support.instruments.runtime import (
     host_syncs,
     op_calls,
     op_definitions,
+    present_activities,
     scan,
     synchronisations,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "op_definitions",
     "peak_memory_bytes",
     "peak_rss_bytes",
+    "present_activities",
     "scan",
     "synchronisations",
     "wrong_decomposition",

@@ -15,6 +15,7 @@ from torch import _grouped_mm as grouped_mm  # private in torch 2.9
 from torch import nn
 from torch._higher_order_ops.scan import scan
 from torch._library.custom_ops import OPDEFS
+from torch.profiler import ProfilerActivity
 from torch.testing._internal.optests import OpCheckError  # raised by torch.library.opcheck
 from torch.utils._python_dispatch import TorchDispatchMode as EveryOperator
 
@@ -82,14 +83,23 @@ def _counted(body: Callable[..., Any], tally: Counter[str], name: str) -> Callab
     return run
 
 
+def present_activities() -> list[ProfilerActivity]:
+    """Return CPU, and CUDA if there is such a device.
+
+    The first profile of a process decides for all later ones whether a GPU's kernels are recorded: after one with CPU
+    activities alone, a trace of CUDA activities is empty (pytorch#186036, pytorch#186970).
+    """
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+
+
 @contextmanager
 def host_syncs() -> Iterator[Counter[str]]:
     """Count the host's reads of tensor values inside the block: `.item()`, `bool(t)`, `int(t)`."""
     tally: Counter[str] = Counter()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=present_activities()) as profile:
         yield tally
     for event in profile.events():
-        tally[event.name] += 1
+        tally[event.name] += event.device_type == torch.autograd.DeviceType.CPU
     tally["syncs"] = tally["aten::_local_scalar_dense"]
     tally["ops"] = sum(n for name, n in tally.items() if name.startswith("aten::"))
 
