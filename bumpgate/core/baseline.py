@@ -85,17 +85,16 @@ class Baseline:
     def unexpected(self, triton: str | None) -> frozenset[str]:
         """Return the "code" rows of kernels that a version of triton does not launch.
 
-        They have no value for its nearest reviewed version: an op may launch other kernels from one version on.
+        They have no value for the nearest version that their test was reviewed with: an op may launch other kernels
+        from one version on.
         """
-        versions = self.tritons()
-        if not versions:
-            return frozenset()
-        nearest = code.nearest(triton or "", versions)
-        return frozenset(id for id, row in self.rows.items() if row.values and nearest not in row.values)
+        rows = {id: row for id, row in self.rows.items() if row.values}
+        nearest = {t: code.nearest(triton or "", self.tritons(t)) for t in {r.test for r in rows.values()}}
+        return frozenset(id for id, row in rows.items() if nearest[row.test] not in row.values)
 
-    def tritons(self) -> set[str]:
-        """Return the versions of triton that "code" rows were reviewed with."""
-        return {version for row in self.rows.values() for version in row.values}
+    def tritons(self, test: str) -> set[str]:
+        """Return the versions of triton that the "code" rows of a test were reviewed with."""
+        return {version for row in self.rows.values() if row.test == test for version in row.values}
 
 
 def find_root(start: Path) -> Path:
@@ -347,7 +346,7 @@ def _code(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgeme
             return None
         reason = f"reviewed {old.values[triton]!r} with triton {triton}, measured {row.value!r}"
         return Judgement(row, Verdict.CHANGED, reason, accept(baseline.lane, row.id))
-    if triton in baseline.tritons():
+    if triton in baseline.tritons(old.test):
         reason = f"not reviewed with triton {triton}: measured {row.value!r} {row.unit}"
         return Judgement(row, Verdict.MISSING, reason, accept(baseline.lane, row.id))
     other = code.nearest(triton, old.values)

@@ -148,6 +148,13 @@ def test_kernels_of_other_versions_are_not_expected(triton: str, unexpected: set
     assert two_kernels().unexpected(triton) == unexpected
 
 
+def test_review_of_another_test_leaves_a_kernel_expected() -> None:
+    """A version that was reviewed in part excuses no kernel of the rest."""
+    both = two_kernels()
+    moved = replace(both.rows[OTHER], test=TEST.replace("op-", "other-"))
+    assert replace(both, rows=both.rows | {OTHER: moved}).unexpected("3.9.0") == set()
+
+
 def test_kernel_new_to_a_reviewed_version_is_not_reviewed() -> None:
     found = judge(row(), two_kernels(), failed_instruments={}, build={"torch": None, "triton": "3.9.0"})
     assert (found.verdict, found.reason.partition(":")[0]) == (
