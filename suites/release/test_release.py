@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from suites.release.cond_in_cuda_graph import branch
 from suites.support.child import ROOT, run_json
 from suites.support.comparison import error_ratio
+from suites.support.gpu_timing import CALLS, alternately, median
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
@@ -176,9 +177,12 @@ def test_export_of_float8_e8m0fnu(lane: Lane, row) -> None:
 
 @lanes("cpu")
 def test_profiler_events(lane: Lane, row) -> None:
-    """Events carry what the trace file always had: flows, kinds of activity, Python functions."""
+    """Events carry what the trace file always had: flows, kinds of activity, Python functions, unfinished events."""
+    unfinished = torch.profiler.record_function("unfinished")
     with torch.profiler.profile(with_stack=True) as profile:
+        unfinished.__enter__()
         torch.randn(8, 8, requires_grad=True).matmul(torch.randn(8, 8)).sum().backward()
+    unfinished.__exit__(None, None, None)
     events = profile.events()
     kinds = {event.activity_type for event in events}
     fact(
@@ -189,6 +193,7 @@ def test_profiler_events(lane: Lane, row) -> None:
             "flow_type": any(event.flow_type for event in events),
             "activity_type": "cpu_op" in kinds,
             "python functions": any(event.is_python_function for event in events),
+            "unfinished": any(event.name == "unfinished" for event in events),
         },
         [f"{len(events)} events of kinds {sorted(map(str, kinds))}"],
     )
@@ -304,6 +309,66 @@ def test_cond_inside_a_cuda_graph(lane: Lane, row) -> None:
 
 
 @lanes("h200")
+def test_time_of_batched_eigh(lane: Lane, row, exclusive_machine) -> None:
+    """Since torch 2.12 one call of cuSOLVER solves a batch; before, each matrix was a call."""
+    a = symmetric(256, 32, lane.device)
+    ways = [lambda: torch.linalg.eigh(a), lambda: [torch.linalg.eigh(matrix) for matrix in a]]
+    together, one_by_one = (median(times) for times in alternately(ways))
+    row(
+        "release/batched_eigh/time_over_one_by_one",
+        together.median / one_by_one.median,
+        unit="ratio",
+        witness=CALLS,
+        rule="R1",
+        better="lower",
+        tolerance=0.5,
+        at_most=0.2,
+        evidence=[f"{len(a)} matrices: {together.median:.3f} ms, one by one {one_by_one.median:.3f} ms"],
+    )
+
+
+@lanes("h200")
+def test_names_of_annotated_kernels_in_a_trace(lane: Lane, row) -> None:
+    result = run_json("suites.release.graph_annotations", environment={}, timeout=120)
+    refusal, kernels = result["refusal"], result["kernels"]
+    if present(row, "graph_annotations", not refusal, [refusal] if refusal else None):
+        fact(
+            row,
+            "graph_annotations",
+            {"one of two kernels is named": sorted(kernels) == ["", "named"]},
+            [f"kernels of the trace: {kernels}"],
+        )
+
+
+@lanes("h200")
+def test_gpu_is_traced_after_a_profile_of_the_cpu(lane: Lane, row) -> None:
+    """The suites profile with the GPU's activities at all times: present_activities."""
+    kernels = {
+        first: run_json("suites.release.profiled_twice", first, environment={}, timeout=120)["kernels"]
+        for first in ("gpu", "cpu")
+    }
+    assert kernels["gpu"] > 0
+    row.defect(
+        "release/profiled_twice/kernels_missing_after_cpu",
+        kernels["cpu"] == 0,
+        known_in="torch>=2.15,<2.16",
+        reason="the first profile of a process decides whether Kineto records a GPU (pytorch#186036, pytorch#186970)",
+        witness=kernels["gpu"],
+        rule="R1",
+        evidence=[f"kernels of the second trace by the first: {kernels}"],
+    )
+
+
+@lanes("h200")
+def test_green_contexts(lane: Lane, row) -> None:
+    """Since torch 2.12 with a limit of the work queues, which needs a driver of CUDA 13.1 or later."""
+    for name, found in run_json("suites.release.green_context", environment={}, timeout=120).items():
+        refusal = found["refusal"]
+        if present(row, f"green_context_{name}", not refusal, [refusal] if refusal else None):
+            fact(row, f"green_context_{name}", {"product": found["equal"]})
+
+
+@lanes("h200")
 def test_compiled_addcdiv_equals_eager(lane: Lane, row) -> None:
     """Since torch 2.12 Inductor multiplies and adds in one rounding, as the eager kernel does. On CPU it does not."""
     generator = torch.Generator().manual_seed(0)
@@ -332,10 +397,6 @@ NOT_SHOWN: dict[str, tuple[bool, str]] = {
     "FlightRecorder of ncclx": (TORCHCOMMS, "torchcomms"),
     "torchcomms as the default": (TORCHCOMMS, "torchcomms"),
     "NCCL seq_num alike on all ranks": (False, f"2 GPUs {NO_TEST}"),
-    "names of annotated kernels in a merged trace": (False, f"a GPU {NO_TEST}"),
-    "work queue limit of a green context": (False, f"a GPU {NO_TEST}"),
-    "speed of batched eigh": (False, f"a GPU {NO_TEST}"),
-    "unfinished events of the profiler": (False, "a field, which the events of torch 2.13 do not have"),
 }
 
 
