@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from launch.dist.process_group import new_group
 from launch.dist.ranks import Ranks
-from suites.support.instruments import group_timeout
+from suites.support.instruments import group_timeout, present_activities
 
 WATCHDOG = "pt_nccl_watchdg"  # the name that torch gives to the thread, of at most 15 characters
 COLLECTIVES = {"default": 3, "further": 2}  # group -> how many collectives each rank runs in it
@@ -58,6 +60,28 @@ def group_facts(ranks: Ranks) -> dict[str, Any]:
         "sum": float(total[0]),
         "bound": str(groups["default"].bound_device_id),
         "backend": dist.get_backend(),
+    }
+
+
+def traced_numbers(ranks: Ranks) -> dict[str, list[int | None]]:
+    """Run COLLECTIVES under the profiler -> group -> the number that the trace gives each of them, None without one."""
+    groups = {"default": dist.group.WORLD, "further": new_group(ranks.contract)}
+    total = torch.ones(4, device=ranks.device)
+    with torch.profiler.profile(activities=present_activities()) as profile:
+        for name, count in COLLECTIVES.items():
+            for _ in range(count):
+                dist.all_reduce(total, group=groups[name])
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    calls = [e for e in events if e.get("name") == "record_param_comms"]
+    calls = [e["args"] for e in sorted(calls, key=lambda e: e["ts"])]
+    reduced = [call for call in calls if call.get("Collective name") == "allreduce"]
+    return {
+        name: [call.get("Seq") for call in reduced if call.get("Process Group Name") == group.group_name]
+        for name, group in groups.items()
     }
 
 

@@ -101,6 +101,35 @@ def test_sequence_numbers_agree_between_ranks(lane: Lane, results, row) -> None:
 
 
 @lanes("h200x2")
+def test_traces_number_collectives_alike_on_all_ranks(lane: Lane, row) -> None:
+    """Since torch 2.12 a trace has the number of each collective, by which the traces of ranks can be joined."""
+    results = run_shared({"trace": {"program": "traced_numbers"}}, lane.device)
+    first, *others = sound(results, "trace")
+    assert {name: len(numbers) for name, numbers in first.items()} == COLLECTIVES
+    numbered = not any(None in numbers for numbers in first.values())
+    row(
+        "distributed/nccl_trace/capability",
+        int(numbered),
+        unit="capability",
+        witness=sum(map(len, first.values())),
+        rule="R1",
+        better="higher",
+        evidence=[f"rank 0: {first}"],
+    )
+    if numbered:
+        row(
+            "distributed/nccl_trace/sequence_numbers_that_differ",
+            sum(one[name] != numbers for one in others for name, numbers in first.items()),
+            unit="count",
+            witness=sum(map(len, first.values())),
+            rule="R1",
+            expected=0,
+            evidence=[str(one) for one in (first, *others)],
+        )
+        assert all(len({*numbers}) == len(numbers) for numbers in first.values())
+
+
+@lanes("h200x2")
 @planted("C23", "a group whose timeout is shorter than one rank's compilation")
 def test_late_rank_is_waited_for(lane: Lane, results, logs: Path, row) -> None:
     """Under a short timeout the watchdog aborts the rank that waits, with a reason in its log."""

@@ -385,7 +385,6 @@ def test_compiled_addcdiv_equals_eager(lane: Lane, row) -> None:
 
 ROCM = bool(torch.version.hip)
 TORCHCOMMS = importlib.util.find_spec("torchcomms") is not None
-NO_TEST = "and a test, which is not written"
 # Items of torch 2.12's release that no lane shows -> whether the device or package is present, and what is needed.
 NOT_SHOWN: dict[str, tuple[bool, str]] = {
     "ROCm expandable segments": (ROCM, "ROCm >= 7.02"),
@@ -396,7 +395,6 @@ NOT_SHOWN: dict[str, tuple[bool, str]] = {
     "XPU graphs and addcdiv": (torch.xpu.is_available(), "an XPU build"),
     "FlightRecorder of ncclx": (TORCHCOMMS, "torchcomms"),
     "torchcomms as the default": (TORCHCOMMS, "torchcomms"),
-    "NCCL seq_num alike on all ranks": (False, f"2 GPUs {NO_TEST}"),
 }
 
 
