@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -32,6 +33,7 @@ REASON = "BUMPGATE_RETRY_REASON"  # in a retry's environment: the log class of t
 BEGUN = "BUMPGATE_BEGUN"  # path of a file that a run creates once training has begun: failures are then final
 DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 THREADS = "OMP_NUM_THREADS"
+PORTS = range(16384, 32768)
 LAZY_GROUPS = ("cuda", "listed")
 STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
@@ -101,15 +103,26 @@ def passed(step: int, last_step: int, given: Mapping[str, str] = os.environ) -> 
         Path(given[BEGUN]).touch()  # the file's modification time is that of the last step
 
 
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that no process listens on, and that no outgoing connection gets.
+
+    Linux takes the ports of outgoing connections from 32768 up. A port that bind(0) returns is one of them, and another
+    process may connect from it before rank 0 listens.
+    """
+    while True:
+        port = secrets.randbelow(PORTS.stop - PORTS.start) + PORTS.start
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 def ranks(count: int, command: Sequence[str], given: Mapping[str, str]) -> list[Child]:
     """One child per rank that runs `command` with this Python; on a fresh port, so that no stale rank joins them.
 
     The ranks share the host's cores: with a thread per core in each, they wait for each other in spinning threads.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [
         Child(
             f"rank{rank}",

@@ -18,6 +18,7 @@ from launch.dist.ranks import Ranks
 from suites.support.instruments import group_timeout, present_activities
 
 WATCHDOG = "pt_nccl_watchdg"  # the name that torch gives to the thread, of at most 15 characters
+ALL_REDUCE = ("allreduce", "all_reduce")  # names of a trace: ProcessGroupNCCL's and ProcessGroupNCCL2's
 COLLECTIVES = {"default": 3, "further": 2}  # group -> how many collectives each rank runs in it
 
 # Stops threads of another process, which is what the heartbeat monitor looks for: a watchdog that a call into CUDA or
@@ -78,7 +79,7 @@ def traced_numbers(ranks: Ranks) -> dict[str, list[int | None]]:
         events = json.loads(file.read_text())["traceEvents"]
     calls = [e for e in events if e.get("name") == "record_param_comms"]
     calls = [e["args"] for e in sorted(calls, key=lambda e: e["ts"])]
-    reduced = [call for call in calls if call.get("Collective name") == "allreduce"]
+    reduced = [call for call in calls if call.get("Collective name") in ALL_REDUCE]
     return {
         name: [call.get("Seq") for call in reduced if call.get("Process Group Name") == group.group_name]
         for name, group in groups.items()

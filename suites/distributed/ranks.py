@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from bumpgate.plugin.timing import machine
 from launch.children import Child, run
 from launch.contract import apply_dynamo, load
 from launch.dist.ranks import Ranks
+from launch.retry import free_port
 from suites.support.child import ROOT
 
 SECONDS = 900.0
@@ -73,13 +73,7 @@ def _case(
 ) -> list[dict[str, Any]]:
     fork = multiprocessing.get_context("fork")
     processes, connections = [], []
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meet = {
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free.getsockname()[1]),
-        }
+    meet = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank in range(ranks):
         here, there = fork.Pipe(duplex=False)
         place = {**meet, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -129,10 +123,10 @@ def _rank(
     if group_timeout:
         changed = {**contract.rank_variables, "TORCH_DISTRIBUTED_DEFAULT_TIMEOUT": str(group_timeout)}
         contract = replace(contract, rank_variables=changed)
-    ranks = Ranks(contract, device, given=place)
-    ranks.start()
     function = next(vars(m)[program] for m in (programs, training, scaling, nccl) if program in vars(m))
     try:
+        ranks = Ranks(contract, device, given=place)
+        ranks.start()
         found = function(ranks, **arguments)
     except Exception as error:  # whatever torch raises is the result
         found = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}

@@ -233,7 +233,8 @@ def test_torch_reads_exactly_the_exported_variables(lane: Lane) -> None:
     unread = {n for n, line in TABLES["rank"].items() if not line.get("read_by_torch", True)}
     assert unread == {"TORCH_DISTRIBUTED_DEFAULT_TIMEOUT"}
     unread |= {n for n, line in TABLES["refused"].items() if not known(line)}
-    assert mentioned(read | set(TABLES["inert"])) == read - unread
+    either = {n for n, line in TABLES["rank"].items() if not known(line)}  # an older torch may mention it
+    assert mentioned(read | set(TABLES["inert"])) - either == read - unread - either
 
 
 @lanes("cpu")

@@ -105,12 +105,14 @@ def test_environment_variable_sets_no_timeout(lane: Lane) -> None:
 def test_nccl_variables_are_set_iff_local_rank(lane: Lane, row) -> None:
     """By LOCAL_RANK alone: schedulers set RANK and WORLD_SIZE in single-process jobs, too."""
     contract = load()
-    trio = set(contract.rank_variables)
+    variables = set(contract.rank_variables)
     others = ({}, {"RANK": "0", "WORLD_SIZE": "8"})
     cases = [({**other, **own}, bool(own.get("LOCAL_RANK"))) for other in others for own in (
         {}, {"LOCAL_RANK": ""}, {"LOCAL_RANK": "0"}, {"LOCAL_RANK": "7"}
     )]  # fmt: skip
-    right = [trio & set(expected(contract, given)) == (trio if rank else set()) for given, rank in cases]
+    right = [
+        variables & set(expected(contract, given)) == (variables if rank else set()) for given, rank in cases
+    ]
     row(
         "launch/process_group/ranks_told_by_local_rank",
         sum(right),
@@ -119,7 +121,7 @@ def test_nccl_variables_are_set_iff_local_rank(lane: Lane, row) -> None:
         rule="C23",
         expected=len(cases),
     )
-    assert len(trio) == 3
+    assert len(variables) == 4
     for other in others:
         careless = child_environment(contract, other) | contract.rank_variables
         with pytest.raises(ContractError, match=r"^\w+ is set without LOCAL_RANK: .* \(and 2 more\)$"):
