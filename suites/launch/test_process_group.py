@@ -124,7 +124,7 @@ def test_nccl_variables_are_set_iff_local_rank(lane: Lane, row) -> None:
     assert len(variables) == 4
     for other in others:
         careless = child_environment(contract, other) | contract.rank_variables
-        with pytest.raises(ContractError, match=r"^\w+ is set without LOCAL_RANK: .* \(and 2 more\)$"):
+        with pytest.raises(ContractError, match=r"^\w+ is set without LOCAL_RANK: .* \(and 3 more\)$"):
             check(contract, careless)
 
 
