@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from launch.dist.process_group import new_group
 from launch.dist.ranks import Ranks
-from suites.support.instruments import group_timeout, present_activities
+from suites.support.instruments import group_class, group_timeout, present_activities
 
 WATCHDOG = "pt_nccl_watchdg"  # the name that torch gives to the thread, of at most 15 characters
 ALL_REDUCE = ("allreduce", "all_reduce")  # names of a trace: ProcessGroupNCCL's and ProcessGroupNCCL2's
@@ -47,7 +47,7 @@ def killed_by(log: str) -> str:
 
 
 def group_facts(ranks: Ranks) -> dict[str, Any]:
-    """Run COLLECTIVES in two groups -> timeouts in seconds, sequence numbers, and the group's device."""
+    """Run COLLECTIVES in two groups -> timeouts in seconds, sequence numbers, the group's device and class."""
     groups = {"default": dist.group.WORLD, "further": new_group(ranks.contract)}
     total = torch.ones(4, device=ranks.device)
     before = {name: group._get_sequence_number_for_group() for name, group in groups.items()}
@@ -60,7 +60,7 @@ def group_facts(ranks: Ranks) -> dict[str, Any]:
         "after": {name: group._get_sequence_number_for_group() for name, group in groups.items()},
         "sum": float(total[0]),
         "bound": str(groups["default"].bound_device_id),
-        "backend": dist.get_backend(),
+        "class": group_class(dist.group.WORLD, ranks.device.type),
     }
 
 

@@ -5,6 +5,7 @@ B batch, T tokens, D model dim.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +32,7 @@ from suites.support.instruments import flight_record, functional_all_reduce, fun
 from suites.support.reduce import largest
 
 TOKENS = 32
+WATCHED = 10.0
 SEEDS = (1, 2)  # of each rank's batch
 MUON_STEPS, MUON_RATE = 3, 1e-2
 
@@ -175,6 +177,21 @@ def muon(ranks: Ranks, own_shard: bool) -> dict[str, Any]:
     }
 
 
+def completed_record(device: torch.device) -> bytes:
+    """Return the flight record: NCCL's once each collective is completed in it, or after WATCHED seconds.
+
+    NCCL's watchdog writes the states, some time after the collectives: of two ranks one may still have a scheduled one.
+    On gloo all stay scheduled.
+    """
+    end = time.monotonic() + (WATCHED if device.type == "cuda" else 0.0)
+    while True:
+        record = flight_record(device.type)
+        states = {entry["state"] for entry in pickle.loads(record)["entries"]}
+        if states <= {"completed"} or time.monotonic() > end:
+            return record
+        time.sleep(0.1)
+
+
 def collectives(ranks: Ranks, dumps: str, backend: str = "aot_eager") -> dict[str, Any]:
     """Compare compiled with eager, and groups as arguments; then write a flight record of two groups to `dumps`."""
     rank = ranks.rank
@@ -212,7 +229,7 @@ def collectives(ranks: Ranks, dumps: str, backend: str = "aot_eager") -> dict[st
     # The expected sum: two ranks that both did nothing would agree with each other.
     sums = sum((torch.linspace(-2, 2, 8, device=device) * scale).sin() for scale in (1, 2))
     by_hand = sums[4 * rank : 4 * rank + 4] * 2
-    Path(dumps, f"rank_{rank}").write_bytes(flight_record(device.type))
+    Path(dumps, f"rank_{rank}").write_bytes(completed_record(device))
     return {
         "equal": {name: torch.equal(found, expected[name]) for name, found in compiled.items()},
         "by_hand": torch.allclose(expected["scatter"], by_hand),

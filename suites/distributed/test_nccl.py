@@ -67,7 +67,7 @@ def sound(results: dict[str, list[dict]], name: str) -> list[dict]:
 
 @lanes("h200x2")
 def test_nccl_groups_have_the_contract_timeout(lane: Lane, results, row) -> None:
-    """Read back from ProcessGroupNCCL; each rank's group is bound to its GPU."""
+    """Read back from ProcessGroupNCCL, not the default since torch 2.15; each group is bound to its rank's GPU."""
     ranks = sound(results, "facts")
     row(
         "distributed/nccl/groups_with_the_timeout",
@@ -79,7 +79,7 @@ def test_nccl_groups_have_the_contract_timeout(lane: Lane, results, row) -> None
         evidence=[str(one) for one in ranks],
     )
     for rank, one in enumerate(ranks):
-        assert (one["backend"], one["bound"]) == ("nccl", f"cuda:{rank}")
+        assert (one["class"], one["bound"]) == ("ProcessGroupNCCL", f"cuda:{rank}")
 
 
 @lanes("h200x2")

@@ -320,8 +320,6 @@ def test_time_of_batched_eigh(lane: Lane, row, exclusive_machine) -> None:
         unit="ratio",
         witness=CALLS,
         rule="R1",
-        better="lower",
-        tolerance=0.5,
         at_most=0.2,
         evidence=[f"{len(a)} matrices: {together.median:.3f} ms, one by one {one_by_one.median:.3f} ms"],
     )

@@ -28,6 +28,7 @@ __all__ = [
     "foreach_add_",
     "functional_all_reduce",
     "functional_argument",
+    "group_class",
     "group_timeout",
     "grouped_mm",
     "host_syncs",
@@ -125,9 +126,17 @@ def synchronisations() -> Iterator[list[str]]:
 
 def group_timeout(group: Any, device: str = "cpu") -> float:
     """Return the timeout in seconds of this process group's collectives, read from its backend."""
+    return _backend(group, device).options._timeout.total_seconds()
+
+
+def group_class(group: Any, device: str = "cpu") -> str:
+    """Return the class of a process group's backend, such as ProcessGroupNCCL."""
+    return type(_backend(group, device)).__name__
+
+
+def _backend(group: Any, device: str) -> Any:
     backend = group._get_backend(torch.device(device))
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend.
-    return getattr(backend, "wrapped_pg", backend).options._timeout.total_seconds()
+    return getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
 
 
 def functional_argument(group: Any) -> Any:
