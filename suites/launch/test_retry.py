@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -296,6 +297,19 @@ def test_ranks_share_the_cores_of_the_host(lane: Lane, launches: Launches, monke
     assert [env["OMP_NUM_THREADS"] for env in launches.started] == ["3", "3"]
     assert launches(program) == 0
     assert ["OMP_NUM_THREADS" in env for env in launches.started] == [False]
+
+
+@lanes("cpu")
+def test_port_of_ranks_is_free_and_of_no_connection(lane: Lane, monkeypatch) -> None:
+    """Linux: a port of an outgoing connection could be taken between the choice and rank 0's store."""
+    range_of_connections = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if range_of_connections.exists():
+        assert retries.PORTS.stop <= int(range_of_connections.read_text().split()[0])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(retries, "PORTS", range(port - 1, port + 2))
+        assert {retries.free_port() for _ in range(20)} <= {port - 1, port + 1}
 
 
 @lanes("cpu")
