@@ -99,8 +99,8 @@ def refusals(launcher: Launcher, cases: Mapping[str, tuple[str, dict[str, str]]]
 def exported(environment: Mapping[str, str], rank: bool) -> list[str]:
     """Return what a training process's environment lacks or has in excess, as lines."""
     expected = {name: line["value"] for name, line in TABLES["always"].items()}
-    trio = {name: line["value"] for name, line in TABLES["rank"].items()}
-    expected |= trio if rank else dict.fromkeys(trio)
+    of_ranks = {name: line["value"] for name, line in TABLES["rank"].items()}
+    expected |= of_ranks if rank else dict.fromkeys(of_ranks)
     lines = [f"{n}={environment.get(n)}" for n, value in expected.items() if environment.get(n) != value]
     return lines + [
         f"{n} names no directory" for n in load().cache_folders if not is_directory(environment, n)
@@ -139,7 +139,7 @@ def test_launcher_refuses_every_violation(
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("rank", [False, True], ids=["alone", "rank"])
 def test_environment_is_set_before_python_starts(lane: Lane, launcher: Launcher, rank: bool) -> None:
-    """NCCL's trio is set iff LOCAL_RANK is; every process that imported torch is checked, and there is one."""
+    """The variables of ranks are set iff LOCAL_RANK is, in every process that imported torch; there is one."""
     run = launcher(RANK if rank else {})
     assert run.code == 0, run.err
     assert run.trained
