@@ -21,15 +21,20 @@ CONTEXTS: dict[str, dict[str, Any]] = {
 
 def attempt(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return whether a product on a stream of the context equals that of the whole GPU, or the refusal."""
-    from torch.cuda.green_contexts import GreenContext
-
     a = torch.arange(4096.0, device="cuda").reshape(64, 64) / 4096
     whole = a @ a
     torch.cuda.synchronize()
     try:
-        context = GreenContext(**arguments)
+        from torch.cuda.green_contexts import GreenContext
+
+        context = GreenContext.create(**arguments)  # the only form of torch 2.13, an alias in 2.15
         stream = context.Stream()
-    except (RuntimeError, TypeError) as error:
+    except (
+        ImportError,
+        AttributeError,
+        RuntimeError,
+        TypeError,
+    ) as error:  # a torch without them, or a driver
         return {"equal": False, "refusal": str(error).splitlines()[0]}
     with torch.cuda.stream(stream):
         part = a @ a

@@ -32,7 +32,7 @@ EXPLAINED = {
     },
     NEWEST: {
         "release/batched_eigh/time_over_one_by_one"
-    },  # its test had a tolerance then, and has only a limit now
+    },  # CHANGED: its test had a tolerance then, and has only a limit now
 }
 
 
