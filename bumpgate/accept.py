@@ -29,8 +29,8 @@ from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.gate_file import GateFile, Paired, read
 from bumpgate.core.rows import Judgement, Record, is_finite, write_atomic
 from bumpgate.core.text import is_line
+from bumpgate.process.tree_digest import Binding, bind, measured_tree
 from bumpgate.rebaseline import refuse_other_tree
-from bumpgate.run.binding import Binding, bind, measured_tree
 
 HEAD = """\
 # Differences that are accepted until a day: `bumpgate accept` writes them, an expired one is red.

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import translate
 from pathlib import Path, PurePosixPath
 
-from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, one_line
 
 # Files that no test of a lane can read, unless one names them.
 PROSE = re.compile(r"(^|/)(LICENSE|\.gitignore|CITATION\.cff)$|\.(md|rst)$")

@@ -26,7 +26,7 @@ from bumpgate.core.baseline import (
 )
 from bumpgate.core.errors import BumpgateError, RefusedError
 from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict, read_record
-from bumpgate.run.binding import measured_tree
+from bumpgate.process.tree_digest import measured_tree
 from bumpgate.table import change_lines
 
 MADE_WITH = ("torch", "torch_git", "triton", "python", "wheel_set", "device", "cpu", "cores", "driver")

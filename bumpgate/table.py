@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bumpgate.core.errors import one_line
 from bumpgate.core.outcomes import SKIPPED, is_skipped
-from bumpgate.core.rows import Judgement, Record, Value, Verdict, is_number, one_line
+from bumpgate.core.rows import Judgement, Record, Value, Verdict, is_number
 from bumpgate.core.rules import places, sentence
 
 STYLE = {

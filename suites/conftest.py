@@ -10,7 +10,7 @@ import pytest
 from bumpgate.plugin import lane_of
 from bumpgate.plugin.rows import MACHINE_STATE, baseline_path, lane_baseline, report_canaries
 from bumpgate.plugin.scheduling import alone, turn
-from bumpgate.run.shares import untimed
+from bumpgate.process.gpu_shares import untimed
 from suites.support.planted import planted_faults as planted_faults
 
 

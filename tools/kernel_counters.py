@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.plugin.provenance import driver, versions
-from bumpgate.run.host import gpu_models
+from bumpgate.process.host import gpu_models
 from suites.support.tables import line, publish
 
 CASES = (

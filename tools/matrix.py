@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from bumpgate.core.rows import BumpgateError, read_record, write_atomic
+from bumpgate.core.errors import BumpgateError
+from bumpgate.core.rows import read_record, write_atomic
 from bumpgate.core.toml import tomllib
 
 RULES = Path(__file__).parents[1] / "suites" / "rules.toml"

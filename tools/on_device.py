@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bumpgate.core.baseline import Baseline, Reviewed, load, save
-from bumpgate.core.rows import one_line
+from bumpgate.core.errors import one_line
 from bumpgate.plugin.devices import detect
 from suites.support.lanes import LANES
 from tests.support.mutants import MUTANTS, RED, Mutant

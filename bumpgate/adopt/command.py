@@ -36,16 +36,14 @@ from bumpgate.adopt.plan import moved_baseline
 from bumpgate.adopt.review import reviewed as review_of
 from bumpgate.core import accepted, gate_file, lanes
 from bumpgate.core.baseline import file_text, find_root, load
+from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision
 from bumpgate.core.gate_file import GateFile
-from bumpgate.core.rows import BumpgateError
 from bumpgate.env.freeze import changes, fill_store, store_adopted
 from bumpgate.env.locks import lane_lock, lock_text, read_lock
 from bumpgate.history import adoptions
 from bumpgate.history.adoptions import Adoption, ReviewedFinding
-from bumpgate.rebaseline import diff as baseline_diff
-from bumpgate.run.binding import Binding, bind
-from bumpgate.run.edits import (
+from bumpgate.process.file_transaction import (
     ADOPTION,
     AdoptionError,
     Edit,
@@ -56,7 +54,9 @@ from bumpgate.run.edits import (
     recover,
     replace_all,
 )
-from bumpgate.run.home import home
+from bumpgate.process.home import home
+from bumpgate.process.tree_digest import Binding, bind
+from bumpgate.rebaseline import diff as baseline_diff
 
 
 @dataclass(frozen=True)

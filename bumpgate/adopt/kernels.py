@@ -17,7 +17,7 @@ from bumpgate.env.freeze import moved_row
 from bumpgate.env.locks import Lock, Wheel, lane_lock, read_lock
 from bumpgate.env.manifest import KernelWheel, ManifestError, label, load
 from bumpgate.env.request import kernel_wheels, known_kernel_wheels, require_kernel_wheels
-from bumpgate.run.edits import AdoptionError, read
+from bumpgate.process.file_transaction import AdoptionError, read
 from bumpgate.wheels.fitting import names
 
 # What a manifest states of the sources of one version.

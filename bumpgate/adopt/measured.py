@@ -31,7 +31,7 @@ from bumpgate.env.links import Offer, offers
 from bumpgate.env.locks import Lock, Wheel
 from bumpgate.env.request import Request, known_kernel_wheels, lane_request
 from bumpgate.env.store import sha256_of, store_root
-from bumpgate.run.edits import AdoptionError, read
+from bumpgate.process.file_transaction import AdoptionError, read
 from bumpgate.wheels.store import kernel_store
 
 # Of an interpreter's image, and of the program that measures.

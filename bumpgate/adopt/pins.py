@@ -19,7 +19,7 @@ from bumpgate.env.freeze import keeps
 from bumpgate.env.locks import Lock, lane_lock, read_lock
 from bumpgate.env.manifest import satisfies
 from bumpgate.env.request import RUNNING
-from bumpgate.run.edits import AdoptionError, read
+from bumpgate.process.file_transaction import AdoptionError, read
 
 # What pip ignores in a line of a requirements file.
 COMMENT = re.compile(r"(^|\s)#.*")

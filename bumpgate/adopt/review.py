@@ -11,13 +11,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from bumpgate.core.errors import one_line
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.gate_file import GateFile
-from bumpgate.core.rows import one_line
 from bumpgate.core.text import is_line
 from bumpgate.core.toml import tomllib
 from bumpgate.history.adoptions import ReviewedFinding
-from bumpgate.run.edits import AdoptionError
+from bumpgate.process.file_transaction import AdoptionError
 
 TABLE = "reviewed"
 

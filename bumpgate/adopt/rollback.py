@@ -20,9 +20,9 @@ from bumpgate.env.locks import Lock, lane_lock, read_lock
 from bumpgate.env.request import RUNNING, Request, lane_script, request_key
 from bumpgate.env.store import StoreError
 from bumpgate.history import adoptions
-from bumpgate.run.edits import ADOPTION, Operation, recover
-from bumpgate.run.home import home
-from bumpgate.run.runner import LaneRun, run_lane
+from bumpgate.process.file_transaction import ADOPTION, Operation, recover
+from bumpgate.process.home import home
+from bumpgate.process.runner import LaneRun, run_lane
 
 SMOKE_SECONDS = 1800
 

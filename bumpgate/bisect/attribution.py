@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from bumpgate.bisect.search import UNKNOWN_LIMIT, ProbeOutcome
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 
 Packages = Mapping[str, str]
 Mixture = frozenset[str]

@@ -30,7 +30,7 @@ from bumpgate.bisect.probe import (
     take,
 )
 from bumpgate.bisect.search import ProbeOutcome, Search, SearchResult
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.env.build import Environment
 from bumpgate.env.request import Request
 

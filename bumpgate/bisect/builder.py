@@ -13,11 +13,12 @@ from bumpgate.bisect.answer import Answer
 from bumpgate.bisect.command_probe import last_line
 from bumpgate.bisect.commits import DIGITS, Clone, column, raw
 from bumpgate.bisect.probe import ProbeError
-from bumpgate.core.rows import one_line, write_atomic
+from bumpgate.core.errors import one_line
+from bumpgate.core.rows import write_atomic
 from bumpgate.env.build import BuildError, Environment, NotInstallable
 from bumpgate.env.request import Request
-from bumpgate.run.interpreter import ChildFault, Interpreter
-from bumpgate.run.runner import IMPORT_SECONDS, child_environment, run_child
+from bumpgate.process.interpreter import ChildFault, Interpreter
+from bumpgate.process.runner import IMPORT_SECONDS, child_environment, run_child
 
 FOLDER, NOTE = "BUMPGATE_BUILD", "environment.json"
 SKIP, NOT_RUN = 125, (126, 127)

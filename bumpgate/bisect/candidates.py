@@ -10,7 +10,7 @@ from datetime import date
 
 from packaging.version import InvalidVersion, Version
 
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.env.versions import FoundVersion, missing_days
 
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")

@@ -21,13 +21,12 @@ from bumpgate.bisect.probe import (
     without_verdict,
 )
 from bumpgate.bisect.search import ProbeOutcome
-from bumpgate.core.errors import text_lines
+from bumpgate.core.errors import one_line, text_lines
 from bumpgate.core.findings import Decision, Finding
-from bumpgate.core.rows import one_line
 from bumpgate.env.build import Environment
-from bumpgate.run.ending import EndingKind, ending
-from bumpgate.run.runner import child_environment, run_child
-from bumpgate.run.supervise import SIGNALLED
+from bumpgate.process.ending import EndingKind, ending
+from bumpgate.process.runner import child_environment, run_child
+from bumpgate.process.supervise import SIGNALLED
 
 NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
 # Lines with an exception: the one after the frames of a traceback, and any that begins with the name of an error, as

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.bisect.candidates import Range
-from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, one_line
 
 PULL = re.compile(r"\(#(\d+)\)\s*$")
 GITHUB = re.compile(r"(?:https://|ssh://git@|git@)github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?/?")

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bumpgate.core import gate_file
+from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.gate_file import GateFile
-from bumpgate.core.rows import BumpgateError
 from bumpgate.gate.result import NAME
-from bumpgate.run.runner import options_of
+from bumpgate.process.runner import options_of
 
 SLOWER = "SLOWER"
 # Findings on timed rows other than SLOWER, and why a bisect cannot decide them.

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from bumpgate.bisect.attribution import Mixture
 from bumpgate.bisect.batch import batch
 from bumpgate.bisect.search import ProbeOutcome, Search
-from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, one_line
 
 SCHEMA = 1
 

@@ -26,12 +26,12 @@ from bumpgate.bisect.suite_probe import SuiteTest
 from bumpgate.bisect.times_probe import TimedTest
 from bumpgate.core import lanes
 from bumpgate.core.baseline import find_root, tier
-from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.env.build import Environment
 from bumpgate.env.request import RUNNING, Request, lane_request
 from bumpgate.env.uv import public_url
 from bumpgate.env.versions import FoundVersion, versions
-from bumpgate.run.shell import require_syntax
+from bumpgate.process.shell import require_syntax
 
 USAGE, NOTHING_SELECTED = 4, 5
 COMPILING = {"numpy": "numpy", "setuptools": "setuptools<82"}

@@ -17,12 +17,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.env.build import build
 from bumpgate.env.cached import NOTE
 from bumpgate.env.request import Request, request_key
-from bumpgate.run import supervise
-from bumpgate.run.home import home
+from bumpgate.process import supervise
+from bumpgate.process.home import home
 
 # Size of two CUDA builds of torch, unpacked and in uv's cache: nothing is prefetched with less free space.
 FREE_BYTES = 24 << 30

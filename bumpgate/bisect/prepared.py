@@ -11,11 +11,11 @@ from pathlib import Path
 from packaging.version import Version
 
 from bumpgate.bisect.builder import installed
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.env.build import Environment, NotInstallable
 from bumpgate.env.request import Request
 from bumpgate.env.versions import FoundVersion
-from bumpgate.run.interpreter import ChildFault
+from bumpgate.process.interpreter import ChildFault
 
 
 class PreparedError(BumpgateError):

@@ -19,13 +19,14 @@ from typing import Protocol
 from packaging.version import Version
 
 from bumpgate.bisect.search import ProbeOutcome
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.findings import Finding
-from bumpgate.core.rows import BumpgateError, Record, one_line, read_record, write_atomic
+from bumpgate.core.rows import Record, read_record, write_atomic
 from bumpgate.env.build import BuildError, Environment, NotInstallable, release
 from bumpgate.env.request import Request
-from bumpgate.run.ending import ending
-from bumpgate.run.interpreter import ChildFault, Interpreter
-from bumpgate.run.runner import IMPORT_SECONDS, child_environment
+from bumpgate.process.ending import ending
+from bumpgate.process.interpreter import ChildFault, Interpreter
+from bumpgate.process.runner import IMPORT_SECONDS, child_environment
 
 READING, LOG, RECORD = "reading.json", "test.log", "record.json"
 IMPORT = """

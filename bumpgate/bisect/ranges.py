@@ -18,7 +18,7 @@ from bumpgate.bisect import blame
 from bumpgate.bisect.answer import Answer
 from bumpgate.bisect.commits import DIGITS, Clone, Commit, CommitError, column, raw
 from bumpgate.env.build import Environment
-from bumpgate.run.web import GITHUB, WebError, attempts, http, secure
+from bumpgate.process.web import GITHUB, WebError, attempts, http, secure
 
 if TYPE_CHECKING:
     import requests

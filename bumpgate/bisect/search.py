@@ -20,7 +20,7 @@ from enum import Enum
 
 from bumpgate.bisect.noise import capacity, noises, tail
 from bumpgate.bisect.posterior import Belief, believe
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 
 # Prior probability that the user named an endpoint wrongly, for each endpoint.
 END_DOUBT = 0.05

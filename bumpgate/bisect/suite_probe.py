@@ -23,15 +23,16 @@ from bumpgate.bisect.probe import (
 )
 from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.core.baseline import investigate
+from bumpgate.core.errors import one_line
 from bumpgate.core.findings import PRODUCT, Decision, Finding
 from bumpgate.core.problems import ProblemKind
-from bumpgate.core.rows import ROW_ID, Judgement, Record, Row, Verdict, one_line
+from bumpgate.core.rows import ROW_ID, Judgement, Record, Row, Verdict
 from bumpgate.env import reference
 from bumpgate.env.build import Environment
 from bumpgate.gate.between import ValueChange, change
 from bumpgate.gate.verdict import Side, judge_gate
-from bumpgate.run.ending import ending
-from bumpgate.run.runner import NOTHING_SELECTED, USAGE, LaneRun, by_hand, options_of, run_lane
+from bumpgate.process.ending import ending
+from bumpgate.process.runner import NOTHING_SELECTED, USAGE, LaneRun, by_hand, options_of, run_lane
 
 # Problems in a record that are not a test's fault: a skip, a selection, an interrupt.
 THE_RUN = "the run"

@@ -29,9 +29,10 @@ from bumpgate.bisect.probe import (
 )
 from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.core import lanes
+from bumpgate.core.errors import one_line
 from bumpgate.core.findings import Finding
 from bumpgate.core.findings import TimedOutcome as Timed
-from bumpgate.core.rows import Record, one_line, write_atomic
+from bumpgate.core.rows import Record, write_atomic
 from bumpgate.env import reference
 from bumpgate.env.build import Environment
 from bumpgate.env.compiled import COPIES
@@ -42,8 +43,8 @@ from bumpgate.gate.sides import ROUNDS, TEST_SECONDS
 from bumpgate.gate.timed import Sessions, reading
 from bumpgate.gate.timed import TimedReading as Times
 from bumpgate.gate.verdict import Side, judge_gate
-from bumpgate.run.device import device_lock
-from bumpgate.run.runner import LaneCall, run_lanes
+from bumpgate.process.device import device_lock
+from bumpgate.process.runner import LaneCall, run_lanes
 
 SESSIONS = "sessions.json"
 # Maximum number of paired sessions of a probe if the gate did not limit its own: a row that is open after these is

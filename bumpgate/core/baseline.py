@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.core import code
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.rows import (
     BETTER,
     ROW_ID,
     SCHEMA,
-    BumpgateError,
     Judgement,
     Row,
     Value,
     Verdict,
     is_finite,
     is_number,
-    one_line,
     same_value,
     write_atomic,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 
 
 class ExtraMissingError(BumpgateError):

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.findings import Decision, Finding, TimedOutcome
-from bumpgate.core.rows import BumpgateError, Record, is_number, one_line, read_record
+from bumpgate.core.rows import Record, is_number, read_record
 from bumpgate.core.text import loads
 
 GATE_SCHEMA = 2

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from bumpgate.core import code
-from bumpgate.core.errors import BumpgateError as BumpgateError
-from bumpgate.core.errors import one_line as one_line
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.problems import Problem
 from bumpgate.core.text import loads
 

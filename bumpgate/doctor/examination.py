@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.core.toml import tomllib
 from bumpgate.doctor import environment as doctor_environment
 from bumpgate.doctor import torch_checks as doctor_torch
 from bumpgate.doctor import version_checks as doctor_versions
 from bumpgate.doctor.findings import Check, CheckResult, Part, Site, Status
 from bumpgate.env import manifest
-from bumpgate.run.interpreter import Interpreter
+from bumpgate.process.interpreter import Interpreter
 
 CHECKS = (*doctor_environment.CHECKS, *doctor_versions.CHECKS, *doctor_torch.CHECKS)
 # Tables of the contract that doctor reads -> the fields of each of their rules, apart from its reason.

@@ -6,11 +6,11 @@ import tempfile
 from collections.abc import Iterator
 
 from bumpgate.core import lanes
-from bumpgate.core.rows import one_line
+from bumpgate.core.errors import one_line
 from bumpgate.doctor import abi
 from bumpgate.doctor.findings import Check, Defect, NotRun, Part, Site
 from bumpgate.doctor.version_checks import REBUILD
-from bumpgate.run.interpreter import ChildFault
+from bumpgate.process.interpreter import ChildFault
 
 IMPORT_SECONDS = 180
 CANARY_SECONDS = 600

@@ -20,11 +20,12 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-from bumpgate.core.rows import one_line, write_atomic
+from bumpgate.core.errors import one_line
+from bumpgate.core.rows import write_atomic
 from bumpgate.env.cached import NOTE, Say, lock_file
 from bumpgate.env.installation import RESOLUTION, BuildError, Installation, NotInstallable
 from bumpgate.env.request import SCHEMA, Request, check_request, lane_request, request_key, without_url
-from bumpgate.run.home import home
+from bumpgate.process.home import home
 
 __all__ = [
     "BuildError",

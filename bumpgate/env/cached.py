@@ -20,10 +20,10 @@ from typing import Annotated, Any
 
 import typer
 
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.env import compiled
 from bumpgate.env.uv import uv_cache
-from bumpgate.run.home import home
+from bumpgate.process.home import home
 
 NOTE = "bumpgate.json"
 # The budget of all environments in bytes, such as 40G; set by --disk, and inherited by the processes of a command.

@@ -10,7 +10,7 @@ import shutil
 import time
 from pathlib import Path
 
-from bumpgate.run.home import home
+from bumpgate.process.home import home
 
 DAYS = 30
 # Independently filled caches of each side: autotuning choices frozen in one of them are not a property of the build.
@@ -48,7 +48,7 @@ def bytecode(key: str, side: str, *, new: bool) -> dict[str, str]:
     another image may have the same time, size and path.
 
     Without bytecode, or with PYTHONDONTWRITEBYTECODE, each process of that side compiles the sources of torch again.
-    Environments that bumpgate built keep theirs inside (bumpgate.run.runner).
+    Environments that bumpgate built keep theirs inside (bumpgate.process.runner).
     """
     folder = caches() / f"{key}-{side}" / "bytecode"
     if new:

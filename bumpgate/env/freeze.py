@@ -21,7 +21,8 @@ from packaging.version import Version
 
 from bumpgate.core import lanes as declared
 from bumpgate.core.baseline import find_root
-from bumpgate.core.rows import BumpgateError, one_line, write_atomic
+from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.rows import write_atomic
 from bumpgate.env import store
 from bumpgate.env.build import resolve
 from bumpgate.env.locks import Lock, Locked, LockError, Wheel, lane_lock, parse_lock, read_lock, write_lock

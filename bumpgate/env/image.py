@@ -11,7 +11,8 @@ import typer
 
 from bumpgate.core import lanes
 from bumpgate.core.baseline import find_root
-from bumpgate.core.rows import BumpgateError, write_atomic
+from bumpgate.core.errors import BumpgateError
+from bumpgate.core.rows import write_atomic
 from bumpgate.env import store
 from bumpgate.env.locks import Lock, lane_lock, read_lock
 from bumpgate.env.request import lane_script

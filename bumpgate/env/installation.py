@@ -15,14 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.env import cached, store
 from bumpgate.env.cached import Say
 from bumpgate.env.locks import pins, read_lock, wheel_sizes
 from bumpgate.env.request import RUNNING, Request
 from bumpgate.env.uv import run_uv
-from bumpgate.run import interpreter
-from bumpgate.run.interpreter import ChildFault
+from bumpgate.process import interpreter
+from bumpgate.process.interpreter import ChildFault
 
 RESOLUTION = "pylock.toml"
 PYLOCK = ("--preview-features", "pylock")

@@ -14,7 +14,7 @@ from bumpgate.env.locks import Wheel
 from bumpgate.env.store import SUMS
 from bumpgate.env.uv import local_path
 from bumpgate.env.versions import links
-from bumpgate.run.home import home
+from bumpgate.process.home import home
 
 
 @dataclass(frozen=True)

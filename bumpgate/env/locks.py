@@ -16,7 +16,8 @@ from urllib.parse import unquote
 
 from packaging.utils import canonicalize_name
 
-from bumpgate.core.rows import BumpgateError, one_line, write_atomic
+from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.rows import write_atomic
 from bumpgate.core.toml import tomllib
 
 SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from bumpgate.core import lanes as declared
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.core.toml import tomllib
 from bumpgate.env.inventory import Distribution, Inventory
 

@@ -24,7 +24,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from bumpgate.core.rows import BumpgateError, one_line, write_atomic
+from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.rows import write_atomic
 from bumpgate.env.request import RUNNING
 from bumpgate.env.store import SUMS, sha256_of, store_root
 from bumpgate.env.uv import http_options, public_url

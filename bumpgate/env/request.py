@@ -18,7 +18,7 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from packaging.version import Version
 
 from bumpgate.core import lanes
-from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.toml import tomllib
 from bumpgate.env.locks import lane_lock, read_lock
 from bumpgate.env.manifest import ManifestRow, load

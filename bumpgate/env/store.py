@@ -13,9 +13,10 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from bumpgate.core.rows import BumpgateError, write_atomic
+from bumpgate.core.errors import BumpgateError
+from bumpgate.core.rows import write_atomic
 from bumpgate.env.locks import SHA256, Wheel
-from bumpgate.run.home import home
+from bumpgate.process.home import home
 
 SUMS = "SHA256SUMS"
 

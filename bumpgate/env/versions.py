@@ -22,7 +22,7 @@ from packaging.tags import Tag, compatible_tags, cpython_tags, platform_tags, sy
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.env import store
 from bumpgate.env.request import RUNNING
 from bumpgate.env.uv import host_settings, http_options, local_path, public_url

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from bumpgate.run.home import home
+from bumpgate.process.home import home
 
 # A longer log keeps its end, where it has its reason. A part of a JSON document is none.
 LONGEST = 32 << 20

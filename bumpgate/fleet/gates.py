@@ -13,13 +13,13 @@ from pathlib import Path
 from bumpgate.bisect.command_probe import last_line
 from bumpgate.core import gate_file
 from bumpgate.core.baseline import find_root
+from bumpgate.core.errors import BumpgateError
 from bumpgate.core.gate_file import GateFile
-from bumpgate.core.rows import BumpgateError
 from bumpgate.fleet.engine import Engine, Lost, Task, features
 from bumpgate.fleet.files import folder_on_host, pack, unpack
 from bumpgate.gate.result import NAME
-from bumpgate.run.binding import bind
-from bumpgate.run.runner import run_child
+from bumpgate.process.runner import run_child
+from bumpgate.process.tree_digest import bind
 
 LOG = "fleet.log"
 BAD_INPUT = 4

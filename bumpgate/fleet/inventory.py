@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 from packaging.utils import canonicalize_name
 
-from bumpgate.core.rows import one_line
-from bumpgate.run.binding import bind
-from bumpgate.run.host import cores, cpu_model, gpu_models, read_or_empty
+from bumpgate.core.errors import one_line
+from bumpgate.process.host import cores, cpu_model, gpu_models, read_or_empty
+from bumpgate.process.tree_digest import bind
 
 COMPILERS = ("c++", "nvcc", "ptxas")
 # Settings that choose indexes, folders and compilers. Values are not compared: they may hold passwords.

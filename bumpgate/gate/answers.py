@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision, Finding
-from bumpgate.core.rows import BumpgateError, Record, read_record
+from bumpgate.core.rows import Record, read_record
 from bumpgate.gate.again import outside_on_one_side
 from bumpgate.gate.timed import timed_rows
 from bumpgate.gate.verdict import Side, judge_gate

@@ -17,9 +17,10 @@ from datetime import date
 from pathlib import Path
 
 from bumpgate.core import accepted, lanes
+from bumpgate.core.errors import one_line
 from bumpgate.core.findings import Finding, group
 from bumpgate.core.problems import Problem
-from bumpgate.core.rows import Record, one_line, read_record, write_record
+from bumpgate.core.rows import Record, read_record, write_record
 from bumpgate.env.freeze import changes
 from bumpgate.gate import drift, kept
 from bumpgate.gate.accepted_times import apply_to_times
@@ -36,9 +37,9 @@ from bumpgate.gate.timed_findings import of_adopted_alone, unequal_losses
 from bumpgate.gate.timed_runs import TimedRuns
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.gate.view import View
-from bumpgate.run.binding import SHOWN, Binding
-from bumpgate.run.host import cpu_workers, host_class
-from bumpgate.run.runner import (
+from bumpgate.process.gpu_shares import GpuShare, merged, parts
+from bumpgate.process.host import cpu_workers, host_class
+from bumpgate.process.runner import (
     NOTHING_SELECTED,
     USAGE,
     LaneCall,
@@ -48,7 +49,7 @@ from bumpgate.run.runner import (
     options_of,
     run_lanes,
 )
-from bumpgate.run.shares import GpuShare, merged, parts
+from bumpgate.process.tree_digest import SHOWN, Binding
 from bumpgate.table import summary
 
 # xdist's variable for the number of workers of `-n auto`.

@@ -20,10 +20,10 @@ from rich.console import Console
 
 from bumpgate.core import accepted, gate_file, lanes
 from bumpgate.core.baseline import find_root
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.extra import ExtraMissingError
 from bumpgate.core.findings import Decision, DriftReading
 from bumpgate.core.gate_file import GateFile
-from bumpgate.core.rows import BumpgateError, one_line
 from bumpgate.env import compiled, reference
 from bumpgate.env.build import BuildError, build, lane_request
 from bumpgate.env.cached import Disk
@@ -37,12 +37,12 @@ from bumpgate.gate.result import Gate, GateConfig, GateError, SideState
 from bumpgate.gate.sides import TITLES, EnvSpec
 from bumpgate.gate.view import View, cut, findings_text
 from bumpgate.history import builds
-from bumpgate.run.binding import Binding, bind, sources_in
-from bumpgate.run.device import device_lock
-from bumpgate.run.edits import ADOPTION, interrupted
-from bumpgate.run.host import gpu_models
-from bumpgate.run.runner import absolute, installed
-from bumpgate.run.shares import divide, own_cores, requested
+from bumpgate.process.device import device_lock
+from bumpgate.process.file_transaction import ADOPTION, interrupted
+from bumpgate.process.gpu_shares import divide, own_cores, requested
+from bumpgate.process.host import gpu_models
+from bumpgate.process.runner import absolute, installed
+from bumpgate.process.tree_digest import Binding, bind, sources_in
 from bumpgate.table import part_of_lane
 from bumpgate.wheels import fitting as wheels
 

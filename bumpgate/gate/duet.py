@@ -12,7 +12,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bumpgate.run.runner import LaneCall, LaneRun, run_lanes
+from bumpgate.process.runner import LaneCall, LaneRun, run_lanes
 
 VARIABLE = "BUMPGATE_DUET"
 # Rounds that each process times: enough that few of them are disturbed by a neighbour.

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bumpgate.core.baseline import investigate
+from bumpgate.core.errors import one_line
 from bumpgate.core.findings import Decision, Finding
-from bumpgate.core.rows import Record, one_line
+from bumpgate.core.rows import Record
 from bumpgate.gate.result import FAST, Gate
 from bumpgate.gate.timed import Sessions
 from bumpgate.gate.verdict import NOT_RUN
-from bumpgate.run.binding import Binding
-from bumpgate.run.runner import by_hand
+from bumpgate.process.runner import by_hand
+from bumpgate.process.tree_digest import Binding
 from bumpgate.table import part_of_lane
 
 

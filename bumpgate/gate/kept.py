@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.core.rows import Record, RecordError, Verdict, read_record, write_atomic
-from bumpgate.run.binding import SOURCES
-from bumpgate.run.home import home
+from bumpgate.process.home import home
+from bumpgate.process.tree_digest import SOURCES
 
 HOURS = 24
 # Beginnings of the names of variables that can change a row.

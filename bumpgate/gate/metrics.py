@@ -8,8 +8,8 @@ import hashlib
 from pathlib import Path
 
 from bumpgate.core.rows import write_atomic
-from bumpgate.run.binding import GENERATED
-from bumpgate.run.shell import require_syntax
+from bumpgate.process.shell import require_syntax
+from bumpgate.process.tree_digest import GENERATED
 
 TEST = '''"""Written by `bumpgate gate --command`."""
 

@@ -13,15 +13,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.gate_file import GATE_SCHEMA
-from bumpgate.core.rows import BumpgateError, one_line, write_atomic
+from bumpgate.core.rows import write_atomic
 from bumpgate.env.freeze import changes
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.sequential import Timed, estimate
 from bumpgate.gate.timed import Sessions
-from bumpgate.run.binding import Binding
+from bumpgate.process.tree_digest import Binding
 
 NAME = "gate.json"
 # The option of pytest that selects the part of a lane that a fast gate measures.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-from bumpgate.run.binding import Binding
+from bumpgate.process.tree_digest import Binding
 
 TITLES = {"good": "adopted", "bad": "candidate", "anchor": "anchor"}
 # Rounds that a timed test keeps per process. Enough for a median: the remaining error is per-process bias.

@@ -23,8 +23,8 @@ from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.modes import p_lost
 from bumpgate.gate.plan import Family, SessionPlan, shares
 from bumpgate.gate.sequential import alternate, decide, log_ratio, log_ratio_of_rounds
-from bumpgate.run.ending import ending
-from bumpgate.run.runner import LaneRun
+from bumpgate.process.ending import ending
+from bumpgate.process.runner import LaneRun
 
 # Maximum ratio of an interval's ends: a wider one had too few quiet moments to be used as a reading.
 MAX_CI_RATIO = 1.5

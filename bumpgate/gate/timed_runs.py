@@ -19,9 +19,9 @@ from bumpgate.gate.sequential import decide
 from bumpgate.gate.sides import ROUNDS, TEST_SECONDS, TITLES
 from bumpgate.gate.timed import Sessions, TimedReading, reading
 from bumpgate.gate.view import session_line, timed_line
-from bumpgate.run import seconds
-from bumpgate.run.runner import LaneCall
-from bumpgate.run.shares import SESSION, UNTIMED, GpuShare
+from bumpgate.process import test_durations
+from bumpgate.process.gpu_shares import SESSION, UNTIMED, GpuShare
+from bumpgate.process.runner import LaneCall
 
 if TYPE_CHECKING:
     from bumpgate.gate.bench import GateRunner
@@ -64,7 +64,7 @@ class TimedRuns:
     def _fill(self, empty: Mapping[str, Sequence[int]], tests: Sequence[str]) -> None:
         """Fill these pairs of compile caches at once. empty: side -> its pairs."""
         calls: dict[tuple[str, int], list[LaneCall]] = {}
-        known = seconds.load(self.runner.gate.config.lane)
+        known = test_durations.load(self.runner.gate.config.lane)
         for (name, pairs), own in zip(empty.items(), self.runner.shares_of(len(empty))):
             places = [*(own or (None,))] * (FILLS_AT_ONCE if self._on_cuda else 1)
             more = {UNTIMED: "1"} if self._on_cuda else {}
@@ -100,7 +100,7 @@ class TimedRuns:
                 started = time.monotonic()
                 left = self.runner.deadline - started
                 if left < math.inf:
-                    tests = fitting(tests, seconds.load(lane), left / in_turn, pace)
+                    tests = fitting(tests, test_durations.load(lane), left / in_turn, pace)
                 if left <= 0 or not tests:
                     self.runner.view.say("the budget is spent: rows that are still open stay INCONCLUSIVE")
                     break
@@ -108,7 +108,10 @@ class TimedRuns:
                 quarter = sessions.started // 4
                 self._session(sessions, other, tests)
                 took = time.monotonic() - started
-                longest, pace = max(longest, took), pace.after(tests, seconds.load(lane), took / in_turn)
+                longest, pace = (
+                    max(longest, took),
+                    pace.after(tests, test_durations.load(lane), took / in_turn),
+                )
                 self.runner.save()
                 if sessions.started // 4 > quarter:
                     self.runner.view.say(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from bumpgate.core import code
 from bumpgate.core.baseline import investigate, tier, violation
+from bumpgate.core.errors import one_line
 from bumpgate.core.findings import (
     ADDRESS,
     PEER,
@@ -26,7 +27,7 @@ from bumpgate.core.findings import (
 )
 from bumpgate.core.outcomes import skipped_in_both
 from bumpgate.core.problems import ProblemKind
-from bumpgate.core.rows import Judgement, Record, Value, Verdict, is_finite, one_line
+from bumpgate.core.rows import Judgement, Record, Value, Verdict, is_finite
 from bumpgate.core.times import is_time
 from bumpgate.gate.between import ValueChange, change, direction, kinds, looks_slower, slow_in_both
 from bumpgate.gate.disturbed import with_disturbed

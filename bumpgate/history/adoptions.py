@@ -9,10 +9,19 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.rows import one_line, write_atomic
+from bumpgate.core.errors import one_line
+from bumpgate.core.rows import write_atomic
 from bumpgate.core.toml import tomllib
-from bumpgate.run.edits import ROLLBACK, AdoptionError, Edit, Operation, digest, read, replace_all
-from bumpgate.run.home import home
+from bumpgate.process.file_transaction import (
+    ROLLBACK,
+    AdoptionError,
+    Edit,
+    Operation,
+    digest,
+    read,
+    replace_all,
+)
+from bumpgate.process.home import home
 
 FILE = "baselines/adoptions.toml"
 HEAD = """\

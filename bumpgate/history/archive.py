@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 
 from bumpgate.core import gate_file
 from bumpgate.core.accepted import today
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.extra import need
 from bumpgate.core.findings import Decision, DriftReading
 from bumpgate.core.gate_file import GateFile
-from bumpgate.core.rows import BumpgateError, Judgement, Record, Value, is_finite, one_line
+from bumpgate.core.rows import Judgement, Record, Value, is_finite
 from bumpgate.core.text import loads
 from bumpgate.history import memory, schema
 from bumpgate.history.memory import FindingError, Known
 from bumpgate.history.schema import PREFIX, TEXTS, VERSION
-from bumpgate.run.home import home
+from bumpgate.process.home import home
 
 WAIT_SECONDS = 60  # for another writer
 POSTGRESQL_LOCK = 0x62756D70  # any number that other programs on the same database do not use

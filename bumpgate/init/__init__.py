@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
+from bumpgate.core.errors import BumpgateError
 from bumpgate.core.lanes import NAME, OWN
-from bumpgate.core.rows import BumpgateError, write_atomic
+from bumpgate.core.rows import write_atomic
 
 HERE = Path(__file__).parent
 REQUIREMENTS = "bumps/requirements.txt"

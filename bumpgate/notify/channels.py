@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.notify.topics import Message
-from bumpgate.run.web import GITHUB, WebError, attempts, http, secure
+from bumpgate.process.web import GITHUB, WebError, attempts, http, secure
 
 if TYPE_CHECKING:
     import requests

@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import typer
 from filelock import FileLock
 
-from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.text import loads
 from bumpgate.history.archive import Archive, default_store
 from bumpgate.notify import channels
 from bumpgate.notify.channels import Channel, GitHubIssues, Hook, Posted, Slack
 from bumpgate.notify.topics import Message, answer, answered, assign, messages
-from bumpgate.run.home import home
-from bumpgate.run.web import WebError
+from bumpgate.process.home import home
+from bumpgate.process.web import WebError
 
 FAILED = 125
 

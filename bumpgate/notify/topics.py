@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bumpgate.core.errors import one_line
 from bumpgate.core.findings import Decision
-from bumpgate.core.rows import one_line
 from bumpgate.history.memory import Known
 
 STORM = 5

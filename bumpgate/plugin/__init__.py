@@ -20,8 +20,8 @@ from typing import NoReturn
 import pytest
 
 from bumpgate.core.lanes import Lane, LaneError, how_to_declare, load
-from bumpgate.run.host import OWN_VARIABLES, PARENT, cores, cpu_workers
-from bumpgate.run.shares import keep_to_cores, visible
+from bumpgate.process.gpu_shares import keep_to_cores, visible
+from bumpgate.process.host import OWN_VARIABLES, PARENT, cores, cpu_workers
 
 # Each worker of the H200 lane holds a context and its last test's memory on the GPU. One of them waits for the others
 # to finish, and then runs the timed tests.

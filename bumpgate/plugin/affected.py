@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bumpgate.affected import affected, changed
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 
 
 class Affected:

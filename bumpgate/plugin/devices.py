@@ -15,7 +15,7 @@ from typing import Any
 
 from bumpgate.core.errors import text_lines
 from bumpgate.core.lanes import Lane, how_to_declare
-from bumpgate.run.host import read_or_empty
+from bumpgate.process.host import read_or_empty
 
 PROBE_SECONDS = 180
 PJRT_CPU, V6E = "pjrt-cpu", "v6e"

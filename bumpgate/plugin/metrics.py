@@ -12,7 +12,8 @@ import sys
 
 import pytest
 
-from bumpgate.core.rows import is_finite, one_line
+from bumpgate.core.errors import one_line
+from bumpgate.core.rows import is_finite
 from bumpgate.plugin.duet import shared_cores
 from bumpgate.plugin.rows import RowRecorder
 

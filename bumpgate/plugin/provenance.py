@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.core.lanes import Lane
-from bumpgate.run.binding import measured_tree
-from bumpgate.run.host import cpu_model, host_cores, read_or_empty
+from bumpgate.process.host import cpu_model, host_cores, read_or_empty
+from bumpgate.process.tree_digest import measured_tree
 
 TRITON_NAMES = ("triton", "pytorch-triton", "pytorch-triton-xpu", "pytorch-triton-rocm")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.core import outcomes
-from bumpgate.core.rows import one_line
+from bumpgate.core.errors import one_line
 from bumpgate.plugin.rows import EXCUSED_PROPERTY, INFRA_PROPERTY, NOT_RUN_PROPERTY, RED_PROPERTY
 
 

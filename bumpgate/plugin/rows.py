@@ -21,12 +21,13 @@ from packaging.version import InvalidVersion, Version
 
 from bumpgate.core import accepted, rules
 from bumpgate.core.baseline import Baseline, judge, load, other_host
+from bumpgate.core.errors import one_line
 from bumpgate.core.lanes import how_to_declare
-from bumpgate.core.rows import Judgement, Row, RowError, Value, one_line
+from bumpgate.core.rows import Judgement, Row, RowError, Value
 from bumpgate.core.text import encodable
 from bumpgate.plugin import lane_of, lanes_of
 from bumpgate.plugin.provenance import versions
-from bumpgate.run.host import cpu_model, host_cores
+from bumpgate.process.host import cpu_model, host_cores
 
 # Names of the properties that carry rows and machine faults on a test report.
 ROW_PROPERTY = "bumpgate_row"

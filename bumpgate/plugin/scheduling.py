@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from bumpgate.plugin import chosen_lane, lanes_of
-from bumpgate.run.shares import visible
+from bumpgate.process.gpu_shares import visible
 
 # Fixtures that give a test the machine to itself.
 ALONE = frozenset({"exclusive_machine", "benchmark"})

@@ -10,7 +10,7 @@ import pytest
 from bumpgate.plugin import chosen_lane, lane_of, lanes_of
 from bumpgate.plugin.duet import partner
 from bumpgate.plugin.scheduling import alone
-from bumpgate.run.shares import Place, keep_to_cores, take_place, untimed
+from bumpgate.process.gpu_shares import Place, keep_to_cores, take_place, untimed
 
 # Name of the property with the seconds that a test waited for its share of the machine, before it began.
 WAITED_PROPERTY = "bumpgate_waited"

@@ -27,7 +27,7 @@ import psutil
 from bumpgate.core.rows import COST_PER_ROUND
 from bumpgate.plugin.duet import Duet, partner
 from bumpgate.plugin.rows import InfraError
-from bumpgate.run.shares import Place
+from bumpgate.process.gpu_shares import Place
 
 LOCK = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.machine"
 POLL_SECONDS = 0.1

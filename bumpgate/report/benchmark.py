@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from bumpgate.core.errors import BumpgateError
 from bumpgate.core.gate_file import GateFile
-from bumpgate.core.rows import BumpgateError, Record, Row, Verdict, is_finite
+from bumpgate.core.rows import Record, Row, Verdict, is_finite
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 #: Verdicts of rows that hold a measured value.

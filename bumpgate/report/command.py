@@ -14,9 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from bumpgate.core import gate_file
+from bumpgate.core.errors import BumpgateError
 from bumpgate.core.extra import need
 from bumpgate.core.findings import SAME_MARGIN
-from bumpgate.core.rows import BumpgateError, Record, is_finite, write_atomic
+from bumpgate.core.rows import Record, is_finite, write_atomic
 from bumpgate.report import benchmark as benchmarks
 from bumpgate.report import diffs, junit, markdown, page, plots, tlparse
 from bumpgate.report import trace as traces

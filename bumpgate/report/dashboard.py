@@ -19,7 +19,8 @@ from typing import Annotated, Any
 import typer
 
 from bumpgate.core.accepted import today
-from bumpgate.core.rows import BumpgateError, Value, is_finite, write_atomic
+from bumpgate.core.errors import BumpgateError
+from bumpgate.core.rows import Value, is_finite, write_atomic
 from bumpgate.core.text import loads
 from bumpgate.history.archive import Archive, default_store
 from bumpgate.report.history import changes, same

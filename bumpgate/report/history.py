@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
+from bumpgate.core.errors import BumpgateError
 from bumpgate.core.extra import need
-from bumpgate.core.rows import BumpgateError, is_finite, write_atomic
+from bumpgate.core.rows import is_finite, write_atomic
 from bumpgate.history import memory
 from bumpgate.history.archive import Archive, Point, default_store
 from bumpgate.report import plots

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from bumpgate.core.rows import one_line
+from bumpgate.core.errors import one_line
 
 SECONDS = 600
 ABSENT = "tlparse's own pages show every graph, guard and kernel: pip install tlparse"

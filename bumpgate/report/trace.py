@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.findings import ADDRESS
-from bumpgate.core.rows import BumpgateError, is_finite, one_line
+from bumpgate.core.rows import is_finite
 
 FILES = "dedicated_log_torch_trace_*.log"
 REMAKE = "write it again with: TORCH_TRACE=DIR python ..."

@@ -25,14 +25,14 @@ from pathlib import Path
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from bumpgate.core.rows import one_line
+from bumpgate.core.errors import one_line
 from bumpgate.doctor import abi
 from bumpgate.doctor.abi import Fault
 from bumpgate.env.inventory import Distribution, Inventory
 from bumpgate.env.manifest import Smoke, label_of, same_minor
 from bumpgate.env.store import sha256_of
 from bumpgate.env.versions import tag_ranks
-from bumpgate.run.interpreter import ChildFault, Interpreter
+from bumpgate.process.interpreter import ChildFault, Interpreter
 
 IMPORT_SECONDS = 120
 # The machine field of an ELF header.

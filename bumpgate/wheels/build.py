@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.rows import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.env.locks import SHA256
 from bumpgate.env.store import sha256_of
 from bumpgate.env.uv import find_uv, http_options, public_url
 from bumpgate.env.versions import source_distributions
-from bumpgate.run.home import home
-from bumpgate.run.interpreter import Interpreter
-from bumpgate.run.runner import run_child
+from bumpgate.process.home import home
+from bumpgate.process.interpreter import Interpreter
+from bumpgate.process.runner import run_child
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target, audit
 from bumpgate.wheels.store import Build, Stored

@@ -10,7 +10,7 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from bumpgate.core import lanes
 from bumpgate.core.baseline import find_root
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.env.build import build, lane_request
 from bumpgate.env.store import sha256_of
 from bumpgate.wheels import store

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.doctor import abi
 from bumpgate.env import store as wheel_store
 from bumpgate.env.build import BuildError, Environment, NotInstallable, Request, build, release
@@ -19,8 +19,8 @@ from bumpgate.env.inventory import Inventory, take
 from bumpgate.env.locks import Wheel
 from bumpgate.env.request import kernel_wheels, known_kernel_wheels
 from bumpgate.env.store import sha256_of
-from bumpgate.run.interpreter import Interpreter
-from bumpgate.run.runner import child_environment
+from bumpgate.process.interpreter import Interpreter
+from bumpgate.process.runner import child_environment
 from bumpgate.wheels.plan import BUILD, make_target, plan
 
 # Read by the suites: JSON, package to the reason why the environment has no wheel of it.

@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.doctor import abi
 from bumpgate.doctor.version_checks import driver_version
 from bumpgate.env import store as wheel_store
@@ -20,8 +20,8 @@ from bumpgate.env.links import Offer, offers
 from bumpgate.env.locks import lane_lock, read_lock
 from bumpgate.env.manifest import KernelWheel, Manifest, load, satisfies
 from bumpgate.env.store import sha256_of
-from bumpgate.run.interpreter import Interpreter
-from bumpgate.run.runner import child_environment
+from bumpgate.process.interpreter import Interpreter
+from bumpgate.process.runner import child_environment
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Audit, Target, audit
 from bumpgate.wheels.store import Build

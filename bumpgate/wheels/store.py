@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from bumpgate.core.rows import one_line, write_atomic
+from bumpgate.core.errors import one_line
+from bumpgate.core.rows import write_atomic
 from bumpgate.env.store import StoreError, sha256_of
 from bumpgate.env.uv import http_options, local_path, public_url
-from bumpgate.run.home import home
+from bumpgate.process.home import home
 
 if TYPE_CHECKING:
     import requests

@@ -18,8 +18,8 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from bumpgate.plugin.rows import RowRecorder
-from bumpgate.run.host import gpu_models
-from bumpgate.run.shares import listed
+from bumpgate.process.gpu_shares import listed
+from bumpgate.process.host import gpu_models
 from launch.data import TokenFile, packed_batches
 from launch.dist.ranks import Ranks
 from launch.train import DTYPES, Trainer, TrainingPlan

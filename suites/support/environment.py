@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from bumpgate.run import cxx
+from bumpgate.process import cxx
 
 # The variables that a lane's processes start with. Fresh ones must not inherit what later tests, and torch while
 # compiling in them, leave in os.environ: torch 2.11.0+cu130 sets Triton's ptxas to its own once it compiles, and every
@@ -52,7 +52,7 @@ def compiler() -> dict[str, str]:
 
 
 def _keep_kernels(store: str) -> None:
-    """Compile each C++ kernel once, with `bumpgate.run.cxx`; $BUMPGATE_OBJECTS names its folder, "" disables it."""
+    """Compile each C++ kernel once, with `bumpgate.process.cxx`; $BUMPGATE_OBJECTS names its folder, "" disables it."""
     named = os.environ.get("CXX") or "g++"
     if not store or "BUMPGATE_CXX" in os.environ or not shutil.which(named):
         return

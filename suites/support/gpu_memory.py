@@ -15,7 +15,7 @@ from math import ceil
 from pathlib import Path
 
 from bumpgate.plugin.timing import POLL_SECONDS, lock_file, locked, try_lock
-from bumpgate.run.shares import first_gpu
+from bumpgate.process.gpu_shares import first_gpu
 
 LOCKS = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gpu_memory"
 SLOT_GIB = 2

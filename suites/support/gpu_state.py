@@ -22,7 +22,7 @@ import psutil
 
 from bumpgate.plugin.rows import InfraError
 from bumpgate.plugin.timing import locked
-from bumpgate.run.shares import first_gpu
+from bumpgate.process.gpu_shares import first_gpu
 
 # Bits of nvml.h's nvmlClocksEventReasons.
 REASONS = {

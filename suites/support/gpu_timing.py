@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bumpgate.core.baseline import Reviewed
-from bumpgate.run.shares import untimed
+from bumpgate.process.gpu_shares import untimed
 
 CALLS = 20
 WARMUP = 5

@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-from bumpgate.run.shares import own_cores
+from bumpgate.process.gpu_shares import own_cores
 
 IDLE = 25.0  # percent of the cores' time
 WINDOW = 2.0  # seconds

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, read_dynamo_config, reset_dynamo
-from bumpgate.run.shares import untimed
+from bumpgate.process.gpu_shares import untimed
 from launch.contract import apply_dynamo, load
 from launch.policies import CompiledHybrid, apply
 from launch.step import make_optimizer, train_step

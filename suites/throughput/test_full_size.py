@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bumpgate.plugin.instruments import eager_islands
-from bumpgate.run.shares import untimed, unused
+from bumpgate.process.gpu_shares import untimed, unused
 from suites.compile.expectations import expected
 from suites.support.anchor import anchor_milliseconds
 from suites.support.gpu_timing import Timing, copy_rate, matmul_rate, milliseconds

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.run.shares import untimed
+from bumpgate.process.gpu_shares import untimed
 from suites.cache.layers import cold_layers, new_code
 from suites.kernels.first_call import keep
 from suites.support.child import ENVIRONMENT, run_json

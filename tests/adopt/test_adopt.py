@@ -17,8 +17,8 @@ from bumpgate.core import accepted
 from bumpgate.core.baseline import load
 from bumpgate.env.locks import lane_lock, read_lock
 from bumpgate.history import adoptions
-from bumpgate.run.binding import bind
-from bumpgate.run.edits import JOURNAL
+from bumpgate.process.file_transaction import JOURNAL
+from bumpgate.process.tree_digest import bind
 from suites.support.planted import planted
 from tests.support.adopting import LOG, MANIFEST, WRITTEN, AdoptTree, patched, wheels
 from tests.support.local_index import LocalIndex, fake_wheel

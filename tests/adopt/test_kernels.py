@@ -22,7 +22,7 @@ from bumpgate.core.toml import tomllib
 from bumpgate.env.locks import Lock, Locked, Wheel, lane_lock, write_lock
 from bumpgate.env.manifest import load
 from bumpgate.env.request import kernel_wheels, known_kernel_wheels
-from bumpgate.run.edits import AdoptionError
+from bumpgate.process.file_transaction import AdoptionError
 from tests.support.tree import FAST_MANIFEST, declare_lanes
 
 OLD, NEW = "a" * 64, "b" * 64

@@ -13,7 +13,7 @@ from bumpgate.core.baseline import Baseline, Reviewed, judge, other_host
 from bumpgate.core.findings import PEER
 from bumpgate.core.gate_file import Paired
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
-from bumpgate.run.edits import AdoptionError
+from bumpgate.process.file_transaction import AdoptionError
 from suites.support.planted import planted
 
 TEST = "suites/throughput/test_a.py::test_a[cpu]"

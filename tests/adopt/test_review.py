@@ -11,7 +11,7 @@ import pytest
 from bumpgate.adopt.review import reviewed
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.gate_file import GateFile, Paired
-from bumpgate.run.edits import AdoptionError
+from bumpgate.process.file_transaction import AdoptionError
 from tests.support.gate_files import gate_of
 
 GATE = gate_of(

@@ -18,8 +18,8 @@ from bumpgate.env import freeze, store
 from bumpgate.env.build import installed
 from bumpgate.env.locks import Wheel, lane_lock, read_lock
 from bumpgate.env.store import StoreError
-from bumpgate.run.home import home
-from bumpgate.run.runner import LaneRun
+from bumpgate.process.home import home
+from bumpgate.process.runner import LaneRun
 from suites.support.lanes import LANES
 from suites.support.planted import planted
 from tests.support.local_index import LocalIndex, fake_wheel, isolated

@@ -12,7 +12,7 @@ import pytest
 from bumpgate.env.locks import lane_lock
 from bumpgate.history import adoptions
 from bumpgate.history.adoptions import Adoption
-from bumpgate.run.edits import ADOPTION, JOURNAL, Operation, digest
+from bumpgate.process.file_transaction import ADOPTION, JOURNAL, Operation, digest
 from suites.support.planted import planted
 from tests.support.adopting import LOG, MANIFEST, WRITTEN, AdoptTree, patched, wheels
 from tests.support.local_index import LocalIndex

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.support import builds, golden
 from tests.support.builds import CRASHES, JUDGE, RAISES, Ran, bisecting, host_pytest, make_builds
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
 from tests.support.project import HEAD, REPO
-from tools.simulate_bisect import TABLE, simulated, table
 
 pytestmark = pytest.mark.long(64)
 
@@ -221,19 +219,3 @@ def test_bisect_overhead_is_at_most_five_percent(
     seconds = found(tmp_path / "out")["seconds"]
     assert seconds["probes"] > 12
     assert seconds["overhead"] <= 0.05 * seconds["probes"], seconds
-
-
-def test_documented_bisect_table_matches_simulation() -> None:
-    """Simulate the first rows again, in full size if they are fast; check the other rows against their claims."""
-    text = (REPO / "docs" / "bisect.md").read_text()
-    rows = {row.title: row for row in TABLE}
-    assert all(f"| {title} |" in text for title in rows)
-    exact = simulated(rows["none"])
-    assert (exact.right, exact.unsure) == (exact.runs, 0)
-    assert exact.most <= 12
-    assert table([exact]).splitlines()[-1] in text
-    small = simulated(replace(rows["5 % both ways"], repeats=1))
-    assert small.median <= 12
-    assert small.wrong_sure <= 2, small
-    small = simulated(replace(rows["10 % both ways"], repeats=1))
-    assert small.wrong_sure <= 4, small

@@ -12,8 +12,6 @@ from bumpgate.bisect import batch as batches
 from bumpgate.bisect.journal import BisectPlan
 from bumpgate.bisect.search import ProbeOutcome, Search, SearchResult
 from tests.support.searching import labels, mutant_of, noisy
-from tests.support.tree import ROOT
-from tools.simulate_scale import WORKERS, Case, in_sqlite, line, simulated, storage_table, year_table
 
 
 def search(nights: int = 60, misreads: float | None = 0.0) -> Search:
@@ -84,23 +82,3 @@ def test_chance_matches_the_posterior() -> None:
     assert chances == sorted(chances)
     assert math.isclose(chances[29] + chances[30], 1, abs_tol=0.01)
     assert chances[0] < 0.2 < 0.8 < chances[59]
-
-
-def test_documented_scale_table_matches_simulation() -> None:
-    """Simulate the exact rows of 60 nights again; check the form of the others."""
-    text = (ROOT / "docs" / "scale.md").read_text()
-    cells = [simulated(Case(60, 0.0, workers)) for workers in WORKERS]
-    assert line(60, 0.0, cells) in text
-    assert all(cell.wrong == 0 for cell in cells)
-    for nights in (60, 365):
-        for misreads in ("0%", "5%", "10%"):
-            assert f"| {nights} | {misreads} | " in text
-
-
-def test_storage_table_measures_the_history_database() -> None:
-    pytest.importorskip("sqlalchemy")
-    found = in_sqlite(8, 800, lanes=2)
-    assert storage_table({"SQLite": found}).splitlines()[2] == "| gates, lanes, readings | 8, 2, 800 |"
-    assert found.cells["`history ROW --lane cpu`"].endswith(" s, 8 readings")
-    assert all(float(cell.split()[0]) >= 0 for cell in [*found.cells.values()][2:])
-    assert "| 1.8e+08 | 18 GB |" in year_table(100, 500), "1,000 hosts, one lane each"

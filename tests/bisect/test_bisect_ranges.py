@@ -19,7 +19,7 @@ from bumpgate.bisect.attribution import Attribution, PackageChange
 from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.journal import BisectPlan
 from bumpgate.bisect.search import SearchResult
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.env.build import Environment
 from tests.support.git_repository import GitRepository
 from tests.support.loopback import Loopback
@@ -185,7 +185,7 @@ def test_commits_without_a_clone_leave_the_compare_link(nights: Nights, tmp_path
 def test_unreachable_api_leaves_the_compare_link(
     nights: Nights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bumpgate.run.web.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("bumpgate.process.web.time.sleep", lambda seconds: None)
     first = environment(tmp_path / "a", "a" * 40, "3.8.0")
     last = environment(tmp_path / "b", nights.bad, "3.8.0")
     with FakeApi(nights.clone) as api:

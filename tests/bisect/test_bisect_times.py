@@ -25,7 +25,7 @@ from bumpgate.core.rows import Judgement, Record, Row, Verdict, write_record
 from bumpgate.env.build import Environment
 from bumpgate.env.request import Request
 from bumpgate.env.versions import FoundVersion
-from bumpgate.run.runner import LaneCall, LaneRun
+from bumpgate.process.runner import LaneCall, LaneRun
 from bumpgate.wheels import fitting
 from tests.support.builds import Ran, bisecting
 from tests.support.gate_tree import TIMES_TEST, Tree

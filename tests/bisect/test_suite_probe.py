@@ -17,7 +17,7 @@ from bumpgate.core import code
 from bumpgate.core.baseline import Baseline, judge
 from bumpgate.core.problems import Problem
 from bumpgate.core.rows import Judgement, Row, Verdict, write_record
-from bumpgate.run import runner
+from bumpgate.process import runner
 from tests.support.searching import mutant_of
 
 

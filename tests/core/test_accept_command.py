@@ -19,7 +19,7 @@ from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.gate_file import Paired
 from bumpgate.core.rows import Record, write_record
 from bumpgate.gate.verdict import Side
-from bumpgate.run.binding import bind, measured_tree
+from bumpgate.process.tree_digest import bind, measured_tree
 from tests.support.gate_files import gate_of
 from tests.support.reports import HERE, paired, row, write_gate
 from tests.support.tree import declare_lanes

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate import cli
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.env import compiled, installation
 from bumpgate.env.build import BuildError, Environment, NotInstallable, Request, build, release
 from bumpgate.env.cached import NOTE, discard, kept

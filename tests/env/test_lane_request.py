@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.env.build import BuildError, build, lane_request
 from bumpgate.env.freeze import freeze
 from tests.support.local_index import LocalIndex, fake_wheel

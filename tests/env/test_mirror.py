@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 
 import pytest
 
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.env.mirror import Mirror, mirror_root
 from bumpgate.env.request import RUNNING
 from bumpgate.env.store import sha256_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate import cli
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.env import store, versions
 from bumpgate.env.locks import Wheel
 from bumpgate.env.versions import UnreachableError, VersionsError, build_day, missing_days

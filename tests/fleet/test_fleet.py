@@ -16,8 +16,8 @@ from bumpgate.bisect.bisection import MachineError
 from bumpgate.bisect.journal import BisectPlan
 from bumpgate.bisect.probe import Cause, Reading
 from bumpgate.bisect.search import ProbeOutcome
+from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision
-from bumpgate.core.rows import BumpgateError
 from bumpgate.env.request import Request
 from bumpgate.fleet import engine, files, gates, inventory, ray_engine
 from bumpgate.fleet.engine import Done, Host, Lost, Task, Waiting, features

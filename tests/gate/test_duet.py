@@ -19,7 +19,7 @@ from bumpgate.gate.sequential import log_ratio_of_rounds
 from bumpgate.gate.timed import reading
 from bumpgate.plugin.duet import Duet, _move
 from bumpgate.plugin.rows import InfraError
-from bumpgate.run.runner import LaneCall
+from bumpgate.process.runner import LaneCall
 from tests.support.project import PLUGINS, REPO, Project
 
 TEST = "suites/throughput/test_work.py::test_work[cpu]"

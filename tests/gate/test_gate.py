@@ -22,9 +22,9 @@ from bumpgate.gate import bench, drift, result, timed_runs
 from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.result import Gate, GateConfig, GateError
 from bumpgate.gate.timed import MAX_EMPTY_SESSIONS, SIDE
+from bumpgate.process.runner import USAGE, LaneCall, LaneRun
 from bumpgate.report import command as report
 from bumpgate.report import markdown, page
-from bumpgate.run.runner import USAGE, LaneCall, LaneRun
 from suites.support.planted import planted
 from tests.support.gating import COUNT_TEST, TIME_TEST, Machine, attach, count, gone, labels
 from tests.support.tree import CANARIES

@@ -19,8 +19,8 @@ from bumpgate.gate.answers import Interim
 from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.result import GateConfig
 from bumpgate.gate.verdict import Side
-from bumpgate.run.runner import LaneCall, LaneRun
-from bumpgate.run.shares import divide
+from bumpgate.process.gpu_shares import divide
+from bumpgate.process.runner import LaneCall, LaneRun
 from tests.support.gate_tree import Tree
 from tests.support.gating import Machine, attach, count, labels
 

@@ -13,7 +13,7 @@ import pytest
 from bumpgate.core.rows import Row, RowError
 from bumpgate.gate import metrics
 from bumpgate.plugin.metrics import FORMAT, report
-from bumpgate.run.binding import bind
+from bumpgate.process.tree_digest import bind
 from tests.support.foreign import LANE, Foreign
 from tests.support.git_repository import GitRepository
 from tests.support.project import Result, wrapped_python

@@ -17,7 +17,7 @@ from bumpgate.core.findings import Decision, DriftReading, TimedOutcome
 from bumpgate.gate import drift, result, timed_runs
 from bumpgate.gate.drift import Drift, covers, find_drifts, successive_drifts
 from bumpgate.gate.result import Gate, GateConfig
-from bumpgate.run.runner import LaneRun
+from bumpgate.process.runner import LaneRun
 from suites.support.planted import planted
 from tests.support.gating import TODAY, Behaviour, Machine, labels
 

@@ -23,7 +23,7 @@ from bumpgate.gate import command as gate
 from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.result import Gate, GateConfig
 from bumpgate.gate.sides import EnvSpec, side_name
-from bumpgate.run.runner import Installed
+from bumpgate.process.runner import Installed
 from suites.support.planted import planted
 from tests.support.gate_tree import COUNTS, TIMED, TIMES_TEST, Tree, wait_for
 from tests.support.gating import Machine

@@ -16,9 +16,9 @@ from bumpgate.gate import bench, timed_runs
 from bumpgate.gate.result import GateConfig
 from bumpgate.gate.sides import EnvSpec
 from bumpgate.gate.timed import Sessions, TimedReading
-from bumpgate.run.binding import Binding
-from bumpgate.run.runner import LaneCall, LaneRun
-from bumpgate.run.shares import divide
+from bumpgate.process.gpu_shares import divide
+from bumpgate.process.runner import LaneCall, LaneRun
+from bumpgate.process.tree_digest import Binding
 from tests.support.gate_tree import Tree
 from tests.support.gating import Machine, labels
 

@@ -8,7 +8,7 @@ import pytest
 
 from bumpgate.core.baseline import Baseline, Reviewed, save
 from bumpgate.core.rows import Record
-from bumpgate.run.runner import options_of
+from bumpgate.process.runner import options_of
 from tests.support.foreign import ANY_ROUND_IS_QUIET, LANE, Foreign
 from tests.support.project import wrapped_python
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bumpgate.gate.result import NAME
-from bumpgate.run import binding
-from bumpgate.run.binding import bind
+from bumpgate.process import tree_digest
+from bumpgate.process.tree_digest import bind
 from suites.support.planted import planted
 from tests.support.gate_tree import COUNTS, Tree, wait_for
 from tests.support.project import GOOD
@@ -121,7 +121,7 @@ def test_binding_covers_files_that_a_lane_reads(repository: Path, change: str, i
     now = bind(repository, repository / "out")
     assert before.differences(now) == ([words] if words else [])
     assert (before.tree == now.tree) is not bool(words)
-    assert binding.Binding.from_json(before.to_json()) == before
+    assert tree_digest.Binding.from_json(before.to_json()) == before
 
 
 def test_binding_covers_submodules(repository: Path) -> None:

@@ -14,9 +14,9 @@ from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Verdict, read_record
 from bumpgate.gate import bench, kept, result
 from bumpgate.gate.bench import GateRunner
-from bumpgate.run.binding import Binding
-from bumpgate.run.runner import LaneCall, LaneRun
-from bumpgate.run.shares import divide
+from bumpgate.process.gpu_shares import divide
+from bumpgate.process.runner import LaneCall, LaneRun
+from bumpgate.process.tree_digest import Binding
 from suites.support.planted import planted
 from tests.support.gating import TIME_TEST, Machine, count, gone
 

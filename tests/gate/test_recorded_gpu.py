@@ -17,9 +17,9 @@ from bumpgate.gate.sequential import decide
 from tests.support.simulation import rate_text
 from tests.support.tree import ROOT
 
-RECORDED: dict[str, list[str | float]] = json.loads((ROOT / "tools/recorded_gpu_sessions.json").read_text())[
-    "rows"
-]
+RECORDED: dict[str, list[str | float]] = json.loads(
+    (ROOT / "tests/gate/recorded_gpu_sessions.json").read_text()
+)["rows"]
 TESTS = {row: str(values[0]) for row, values in RECORDED.items()}
 SESSIONS = {row: [float(x) for x in values[1:]] for row, values in RECORDED.items()}
 LANE = lanes.require(ROOT, "h200")

@@ -21,7 +21,7 @@ from bumpgate.gate.timed import Sessions, TimedReading, cost, reading
 from bumpgate.gate.timed_runs import balanced
 from bumpgate.plugin import timing
 from bumpgate.plugin.rows import InfraError
-from bumpgate.run.runner import LaneRun
+from bumpgate.process.runner import LaneRun
 from suites.support.lanes import LANES
 from suites.throughput import starts
 from tests.support.gating import TIME_TEST, count, gone, seconds

@@ -35,7 +35,7 @@ def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSe
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that would be waited between attempts; no test waits."""
     found: list[float] = []
-    monkeypatch.setattr("bumpgate.run.web.time.sleep", found.append)
+    monkeypatch.setattr("bumpgate.process.web.time.sleep", found.append)
     return found
 
 

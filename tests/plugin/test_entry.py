@@ -10,8 +10,8 @@ import pytest
 
 from bumpgate import plugin
 from bumpgate.core.rows import read_record
-from bumpgate.run import host
-from bumpgate.run.runner import run_lane
+from bumpgate.process import host
+from bumpgate.process.runner import run_lane
 from tests.support.project import GOOD, Project, counted
 
 NO_WORKER = """

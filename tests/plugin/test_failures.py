@@ -9,7 +9,7 @@ import pytest
 from bumpgate.adopt.review import reviewed
 from bumpgate.core.rows import Record, Verdict
 from bumpgate.gate.verdict import Side, judge_gate
-from bumpgate.run.edits import AdoptionError
+from bumpgate.process.file_transaction import AdoptionError
 from tests.support.gate_files import gate_of
 from tests.support.project import GOOD, Project, counted
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.plugin.devices import _no_avx2, detect, find
-from bumpgate.run.host import PARENT
+from bumpgate.process.host import PARENT
 from suites.support.child import ROOT
 from suites.support.lanes import LANES, lanes
 from tests.support.project import GOOD, Project, Result, counted

@@ -11,7 +11,7 @@ import pytest
 from bumpgate.core import accepted
 from bumpgate.core.baseline import Reviewed
 from bumpgate.core.rows import read_record
-from bumpgate.run.runner import child_environment, run_lane
+from bumpgate.process.runner import child_environment, run_lane
 from tests.support.project import GOOD, Project, counted
 
 GATE = ("-m", "cpu", "-n", "0", "--gate")

@@ -15,7 +15,7 @@ from bumpgate.core.accepted import today
 from bumpgate.core.baseline import Baseline, Reviewed, save
 from bumpgate.core.rows import read_record
 from bumpgate.history.archive import default_store
-from bumpgate.run.binding import Binding, bind
+from bumpgate.process.tree_digest import Binding, bind
 from tests.support.project import GOOD, Project, counted
 from tests.support.reports import BREAKS, bumpgate, gate_of_day
 from tests.support.tree import declare_lanes

@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from bumpgate import cli
 from bumpgate.core.baseline import Baseline, Reviewed, judge, load, save
 from bumpgate.core.rows import Judgement, Row, Verdict, read_record, write_record
-from bumpgate.run.binding import measured_tree
+from bumpgate.process.tree_digest import measured_tree
 from bumpgate.table import summary, verdict_table
 from tests.support.tree import ROOT, declare_lanes
 

@@ -23,7 +23,7 @@ from bumpgate.gate.plan import plan_for
 from bumpgate.gate.result import Gate, GateConfig, SideState
 from bumpgate.gate.sides import EnvSpec
 from bumpgate.gate.view import View
-from bumpgate.run.runner import NOTHING_SELECTED, Installed, LaneCall, LaneRun
+from bumpgate.process.runner import NOTHING_SELECTED, Installed, LaneCall, LaneRun
 from tests.support.tree import CANARIES, declare_lanes
 
 COUNT_TEST = "suites/compile/test_a.py::test_count[cpu]"

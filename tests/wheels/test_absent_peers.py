@@ -14,7 +14,7 @@ from bumpgate.core.baseline import Baseline, Reviewed, save
 from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.gate.verdict import Side, judge_gate
-from bumpgate.run.host import OWN_VARIABLES, PARENT
+from bumpgate.process.host import OWN_VARIABLES, PARENT
 from suites.kernels import model_shapes, peer_tuning, speed, workloads
 from suites.kernels.workloads import Case, Work
 from suites.support import absent

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.core.rows import BumpgateError
+from bumpgate.core.errors import BumpgateError
 from bumpgate.env.build import Environment, NotInstallable, build, lane_request
 from bumpgate.env.inventory import Distribution
 from bumpgate.wheels import fitting

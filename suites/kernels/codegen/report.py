@@ -16,7 +16,8 @@ from pathlib import Path
 
 from bumpgate.core import code
 from bumpgate.core.baseline import load
-from bumpgate.core.rows import BumpgateError, Value, read_record
+from bumpgate.core.errors import BumpgateError
+from bumpgate.core.rows import Value, read_record
 
 BASELINE = Path(__file__).parents[3] / "baselines" / "cpu.json"
 ROW = re.compile(r"kernels/(?P<case>.+)/code")
