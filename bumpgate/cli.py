@@ -47,11 +47,11 @@ def load(name: str) -> Any:
 
             return gate
         case "adopt":
-            from bumpgate.adopt.command import command as adopt
+            from bumpgate.review.adopt import command as adopt
 
             return adopt
         case "rebaseline":
-            from bumpgate.rebaseline import command as rebaseline
+            from bumpgate.review.rebaseline import command as rebaseline
 
             return rebaseline
         case "bisect":
@@ -59,7 +59,7 @@ def load(name: str) -> Any:
 
             return bisect
         case "accept":
-            from bumpgate.accept import command as accept
+            from bumpgate.review.accept import command as accept
 
             return accept
         case "report":
@@ -99,7 +99,7 @@ def load(name: str) -> Any:
 
             return freeze
         case "rollback":
-            from bumpgate.adopt.rollback import command as rollback
+            from bumpgate.review.rollback import command as rollback
 
             return rollback
         case "image":

@@ -24,8 +24,8 @@ from bumpgate.core.findings import Decision, DriftReading
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Judgement, Record, Value, is_finite
 from bumpgate.core.text import loads
-from bumpgate.history import memory, schema
-from bumpgate.history.memory import FindingError, Known
+from bumpgate.history import known_findings, schema
+from bumpgate.history.known_findings import FindingError, Known
 from bumpgate.history.schema import PREFIX, TEXTS, VERSION
 from bumpgate.process.home import home
 
@@ -97,13 +97,13 @@ class Archive:
         with self.transaction() as connection:
             if isinstance(found, GateFile):
                 made, new = self._add_gate(connection, found)
-                return Added(new, memory.read(self.sql, self.tables, connection, until=made))
+                return Added(new, known_findings.read(self.sql, self.tables, connection, until=made))
             return Added(self._add_record(connection, found, path.name)[1], [])
 
     def findings(self, lane: str = "") -> list[Known]:
         """Return every remembered finding, open ones first. lane: only this one's."""
         with self.reading() as connection:
-            return memory.read(self.sql, self.tables, connection, lane)
+            return known_findings.read(self.sql, self.tables, connection, lane)
 
     def mark(self, key: str, **values: str | None) -> Known:
         """Set the issue or the owner of a finding, named by the start of its key. Raises FindingError."""
@@ -117,7 +117,7 @@ class Archive:
                     f"{key!r} is {what} in {self.name}; list them with: bumpgate findings list"
                 )
             connection.execute(self.sql.update(found).where(found.c.key == keys[0]).values(**values))
-            known = memory.read(self.sql, self.tables, connection)
+            known = known_findings.read(self.sql, self.tables, connection)
         return next(k for k in known if k.key == keys[0])
 
     def points(self, row: str, lane: str = "", days: int = 0) -> list[Point]:
@@ -198,10 +198,10 @@ class Archive:
             known = connection.execute(query.where(gates.c.digest == digest)).first()
         if known and known.package is not None:
             return int(known.id), False
-        remembered = memory.gate_fields(gate)
+        remembered = known_findings.gate_fields(gate)
         if known:  # stored by a version without the memory of findings
             connection.execute(self.sql.update(gates).where(gates.c.id == known.id).values(**remembered))
-            memory.write(self.sql, self.tables, connection, known.id, gate)
+            known_findings.write(self.sql, self.tables, connection, known.id, gate)
             return int(known.id), False
         fields: dict[str, Any] = {"digest": digest, "lane": gate.lane, "decision": gate.decision.name}
         fields |= {"started": _started(gate.started, "gate.json"), "good": good, "bad": bad}
@@ -209,7 +209,7 @@ class Archive:
         made = connection.execute(self.sql.insert(gates).values(**fields)).inserted_primary_key[0]
         if ratios:
             connection.execute(self.sql.insert(self.tables["ratios"]), [r | {"gate": made} for r in ratios])
-        memory.write(self.sql, self.tables, connection, made, gate)
+        known_findings.write(self.sql, self.tables, connection, made, gate)
         return int(made), True
 
     def _ratios(self, connection: Any, gate: int) -> dict[str, dict[str, Any]]:

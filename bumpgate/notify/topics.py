@@ -15,7 +15,7 @@ from typing import Any
 
 from bumpgate.core.errors import one_line
 from bumpgate.core.findings import Decision
-from bumpgate.history.memory import Known
+from bumpgate.history.known_findings import Known
 
 STORM = 5
 FINDINGS, ROWS, LINES = 10, 5, 4  # shown in a message: findings, and of each its rows and lines of evidence

@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 import typer
 
 from bumpgate.env.uv import public_url
-from bumpgate.history import memory
+from bumpgate.history import known_findings
 from bumpgate.history.archive import Archive, default_store
-from bumpgate.history.memory import FindingError
+from bumpgate.history.known_findings import FindingError
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 
@@ -31,7 +31,7 @@ def list_command(
     found = Archive(store or default_store()).findings(lane)
     shown = [one for one in found if gone or not one.gone]
     for one in shown:
-        typer.echo(memory.line(one))
+        typer.echo(known_findings.line(one))
     typer.echo(f"{sum(not one.gone for one in found)} open, {sum(bool(one.gone) for one in found)} gone")
 
 
@@ -55,7 +55,7 @@ def link_command(
         raise FindingError(
             f"{public_url(issue)!r} is not the URL of an issue such as https://github.com/pytorch/pytorch/issues/1"
         )
-    typer.echo(memory.line(Archive(store or default_store()).mark(key, issue=issue or None)))
+    typer.echo(known_findings.line(Archive(store or default_store()).mark(key, issue=issue or None)))
 
 
 @app.command("owner")
@@ -70,4 +70,4 @@ def owner_command(
     """
     if owner and (not owner.strip() or not owner.isprintable()):
         raise FindingError(f"{owner!r} is not a name: use printable characters on one line")
-    typer.echo(memory.line(Archive(store or default_store()).mark(key, owner=owner.strip() or None)))
+    typer.echo(known_findings.line(Archive(store or default_store()).mark(key, owner=owner.strip() or None)))

@@ -16,7 +16,7 @@ import typer
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.extra import need
 from bumpgate.core.rows import is_finite, write_atomic
-from bumpgate.history import memory
+from bumpgate.history import known_findings
 from bumpgate.history.archive import Archive, Point, default_store
 from bumpgate.report import plots
 from bumpgate.report.page import show
@@ -55,7 +55,7 @@ def command(
             added = archive.add(Path(name))
             typer.echo(f"{name}: {'added' if added.new else 'already stored'}")
             for one in added.findings:
-                typer.echo(memory.line(one))
+                typer.echo(known_findings.line(one))
         return
     if len(what) > 1:
         raise BumpgateError(

@@ -15,7 +15,7 @@ from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, judge, loa
 from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Judgement, Record, Row, RowError, Verdict, write_record
 from bumpgate.gate.verdict import Side, judge_gate
-from bumpgate.rebaseline import diff, plan
+from bumpgate.review.rebaseline import diff, plan
 from suites.kernels.codegen.conftest import reviewed_line
 
 COUNTS = {"registers": 255, "spills": 140, "shared_memory": 1024, "wgmma": 8, "programs_per_sm": 4}

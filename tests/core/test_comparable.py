@@ -13,7 +13,7 @@ from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.plugin.provenance import versions
 from bumpgate.process.host import cores, cpu_model
-from bumpgate.rebaseline import plan
+from bumpgate.review.rebaseline import plan
 from suites.support.planted import planted
 from tests.support.project import Project
 

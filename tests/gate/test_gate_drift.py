@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate import accept
 from bumpgate.core import gate_file
 from bumpgate.core.accepted import Acceptance
 from bumpgate.core.findings import Decision, DriftReading, TimedOutcome
@@ -18,6 +17,7 @@ from bumpgate.gate import drift, result, timed_runs
 from bumpgate.gate.drift import Drift, covers, find_drifts, successive_drifts
 from bumpgate.gate.result import Gate, GateConfig
 from bumpgate.process.runner import LaneRun
+from bumpgate.review import accept
 from suites.support.planted import planted
 from tests.support.gating import TODAY, Behaviour, Machine, labels
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from bumpgate.adopt.review import reviewed
 from bumpgate.core.rows import Record, Verdict
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.process.file_transaction import AdoptionError
+from bumpgate.review.reviewed_findings import reviewed
 from tests.support.gate_files import gate_of
 from tests.support.project import GOOD, Project, counted
 

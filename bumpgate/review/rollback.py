@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from bumpgate.adopt.command import one_at_a_time
 from bumpgate.core import lanes
 from bumpgate.core.accepted import today
 from bumpgate.core.baseline import find_root
@@ -23,6 +22,7 @@ from bumpgate.history import adoptions
 from bumpgate.process.file_transaction import ADOPTION, Operation, recover
 from bumpgate.process.home import home
 from bumpgate.process.runner import LaneRun, run_lane
+from bumpgate.review.adopt import one_at_a_time
 
 SMOKE_SECONDS = 1800
 

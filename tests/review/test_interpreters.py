@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from bumpgate.adopt.measured import some
 from bumpgate.core.baseline import load
 from bumpgate.core.toml import tomllib
 from bumpgate.env.inventory import content_of
 from bumpgate.env.locks import lane_lock, read_lock
 from bumpgate.env.store import sha256_of
 from bumpgate.history import adoptions
+from bumpgate.review.measured_set import some
 from suites.support.planted import planted
 from tests.support.adopting import MANIFEST, WRITTEN, wheels
 from tests.support.local_index import LocalIndex

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate import accept, cli
+from bumpgate import cli
 from bumpgate.core import accepted
 from bumpgate.core.baseline import Baseline, Reviewed, judge, save
 from bumpgate.core.errors import RefusedError
@@ -20,6 +20,7 @@ from bumpgate.core.gate_file import Paired
 from bumpgate.core.rows import Record, write_record
 from bumpgate.gate.verdict import Side
 from bumpgate.process.tree_digest import bind, measured_tree
+from bumpgate.review import accept
 from tests.support.gate_files import gate_of
 from tests.support.reports import HERE, paired, row, write_gate
 from tests.support.tree import declare_lanes

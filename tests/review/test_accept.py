@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate import accept
 from bumpgate.core import accepted
 from bumpgate.core.accepted import Acceptance
 from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, judge
@@ -22,6 +21,7 @@ from bumpgate.gate.accepted_times import apply_to_times
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.verdict import Side, judge_gate
+from bumpgate.review import accept
 from tests.support.project import GOOD, Project, counted
 from tests.support.reports import HERE, judged, paired, row
 from tests.support.tree import declare_lanes

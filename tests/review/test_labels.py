@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from bumpgate.adopt.measured import adopted_differences, differences
 from bumpgate.core.baseline import Baseline
 from bumpgate.core.findings import Decision
 from bumpgate.core.gate_file import GateSide
@@ -16,6 +15,7 @@ from bumpgate.core.rows import Record
 from bumpgate.env.inventory import version_of
 from bumpgate.env.locks import Lock, Locked, Wheel
 from bumpgate.gate.command import _adoption
+from bumpgate.review.measured_set import adopted_differences, differences
 from suites.support.planted import planted
 from tests.support.local_index import fake_wheel
 

@@ -14,26 +14,6 @@ import typer
 from filelock import FileLock
 from packaging.utils import canonicalize_name
 
-from bumpgate.adopt.kernels import (
-    check_manifest,
-    check_without,
-    given_up_rows,
-    lost_rows,
-    moved_manifest,
-    taken_back,
-)
-from bumpgate.adopt.measured import (
-    MeasuredSet,
-    Named,
-    adopted_differences,
-    canonical,
-    check_named,
-    measured_set,
-    some,
-)
-from bumpgate.adopt.pins import moved_requirements
-from bumpgate.adopt.plan import moved_baseline
-from bumpgate.adopt.review import reviewed as review_of
 from bumpgate.core import accepted, gate_file, lanes
 from bumpgate.core.baseline import file_text, find_root, load
 from bumpgate.core.errors import BumpgateError
@@ -56,7 +36,27 @@ from bumpgate.process.file_transaction import (
 )
 from bumpgate.process.home import home
 from bumpgate.process.tree_digest import Binding, bind
-from bumpgate.rebaseline import diff as baseline_diff
+from bumpgate.review.candidate_rows import moved_baseline
+from bumpgate.review.kernel_wheels import (
+    check_manifest,
+    check_without,
+    given_up_rows,
+    lost_rows,
+    moved_manifest,
+    taken_back,
+)
+from bumpgate.review.measured_set import (
+    MeasuredSet,
+    Named,
+    adopted_differences,
+    canonical,
+    check_named,
+    measured_set,
+    some,
+)
+from bumpgate.review.rebaseline import diff as baseline_diff
+from bumpgate.review.requirements import moved_requirements
+from bumpgate.review.reviewed_findings import reviewed as review_of
 
 
 @dataclass(frozen=True)

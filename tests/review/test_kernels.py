@@ -8,14 +8,6 @@ from typing import Any
 
 import pytest
 
-from bumpgate.adopt.kernels import (
-    check_manifest,
-    check_without,
-    given_up_rows,
-    lost_rows,
-    moved_manifest,
-    taken_back,
-)
 from bumpgate.core.baseline import Baseline, Reviewed
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.core.toml import tomllib
@@ -23,6 +15,14 @@ from bumpgate.env.locks import Lock, Locked, Wheel, lane_lock, write_lock
 from bumpgate.env.manifest import load
 from bumpgate.env.request import kernel_wheels, known_kernel_wheels
 from bumpgate.process.file_transaction import AdoptionError
+from bumpgate.review.kernel_wheels import (
+    check_manifest,
+    check_without,
+    given_up_rows,
+    lost_rows,
+    moved_manifest,
+    taken_back,
+)
 from tests.support.tree import FAST_MANIFEST, declare_lanes
 
 OLD, NEW = "a" * 64, "b" * 64

@@ -11,7 +11,7 @@ from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Judgement, Record, Verdict
 from bumpgate.core.times import is_time
 from bumpgate.process.file_transaction import AdoptionError
-from bumpgate.rebaseline import BaselineChange, build_of, judged, made_with, reviewed
+from bumpgate.review.rebaseline import BaselineChange, build_of, judged, made_with, reviewed
 
 # The paired sessions decide these instead of a stored time.
 SETTLED = tuple(outcome.value for outcome in NO_REGRESSION)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.adopt.review import reviewed
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.gate_file import GateFile, Paired
 from bumpgate.process.file_transaction import AdoptionError
+from bumpgate.review.reviewed_findings import reviewed
 from tests.support.gate_files import gate_of
 
 GATE = gate_of(

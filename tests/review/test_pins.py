@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.adopt.pins import moved_requirements
 from bumpgate.core import lanes
 from bumpgate.core.toml import tomllib
 from bumpgate.env.locks import Lock, Locked, Wheel, lane_lock, read_lock, write_lock
 from bumpgate.process.file_transaction import AdoptionError
+from bumpgate.review.requirements import moved_requirements
 from tests.support.adopting import VERSIONS, AdoptTree, wheels
 from tests.support.local_index import LocalIndex, fake_wheel
 from tests.support.tree import ROOT

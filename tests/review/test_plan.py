@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from bumpgate.adopt.plan import moved_baseline
 from bumpgate.core.baseline import Baseline, Reviewed, judge, other_host
 from bumpgate.core.findings import PEER
 from bumpgate.core.gate_file import Paired
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.process.file_transaction import AdoptionError
+from bumpgate.review.candidate_rows import moved_baseline
 from suites.support.planted import planted
 
 TEST = "suites/throughput/test_a.py::test_a[cpu]"

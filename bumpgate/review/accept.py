@@ -30,7 +30,7 @@ from bumpgate.core.gate_file import GateFile, Paired, read
 from bumpgate.core.rows import Judgement, Record, is_finite, write_atomic
 from bumpgate.core.text import is_line
 from bumpgate.process.tree_digest import Binding, bind, measured_tree
-from bumpgate.rebaseline import refuse_other_tree
+from bumpgate.review.rebaseline import refuse_other_tree
 
 HEAD = """\
 # Differences that are accepted until a day: `bumpgate accept` writes them, an expired one is red.

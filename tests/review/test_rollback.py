@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from bumpgate import cli
-from bumpgate.adopt import rollback
-from bumpgate.adopt.rollback import smoke_tests
 from bumpgate.core.baseline import load
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.env import freeze, store
@@ -20,6 +18,8 @@ from bumpgate.env.locks import Wheel, lane_lock, read_lock
 from bumpgate.env.store import StoreError
 from bumpgate.process.home import home
 from bumpgate.process.runner import LaneRun
+from bumpgate.review import rollback
+from bumpgate.review.rollback import smoke_tests
 from suites.support.lanes import LANES
 from suites.support.planted import planted
 from tests.support.local_index import LocalIndex, fake_wheel, isolated

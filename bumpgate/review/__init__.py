@@ -1,0 +1,1 @@
+"""Accepts what was measured: `bumpgate accept`, `rebaseline`, `adopt` and `rollback`."""
