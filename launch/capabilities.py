@@ -124,7 +124,7 @@ def probe_in_child(forms: Sequence[str] = tuple(GRAPHS), command: Sequence[str] 
     while rest := [form for form in forms if form not in found]:
         child = Child("probe", [*(command or (sys.executable, "-m", "launch.capabilities")), *rest])
         try:
-            tail, why = run([child], seconds=SECONDS, cwd=PATH.parent)["probe"], "no answer"
+            tail, why = run([child], seconds=SECONDS, cwd=PATH.parent.parent)["probe"], "no answer"
         except ChildError as error:
             tail, why = error.tail, str(error)
         for line in tail:

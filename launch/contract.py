@@ -14,7 +14,7 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
-PATH = Path(__file__).resolve().parent.parent / "contract.toml"
+PATH = Path(__file__).resolve().parent / "contract.toml"
 
 
 class ContractError(ValueError):
@@ -69,11 +69,11 @@ def read(path: Path = PATH) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except OSError as error:
         raise ContractError(
-            f"{path.name}: cannot be read ({error.strerror}); restore it: git checkout {path.name}"
+            f"{path.name}: cannot be read ({error.strerror}); restore it: git checkout launch/{path.name}"
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise ContractError(
-            f"{path.name}: not TOML ({error}); restore it: git checkout {path.name}"
+            f"{path.name}: not TOML ({error}); restore it: git checkout launch/{path.name}"
         ) from None
 
 
@@ -83,7 +83,7 @@ def section(name: str, build: Callable[[Any], T], path: Path = PATH) -> T:
         return build(read(path)[name])
     except (KeyError, TypeError, AttributeError) as error:
         raise ContractError(
-            f"{path.name}: [{name}] is missing or misshapen ({error}); restore it: git checkout {path.name}"
+            f"{path.name}: [{name}] is missing or misshapen ({error}); restore it: git checkout launch/{path.name}"
         ) from None
 
 
@@ -119,7 +119,7 @@ def load(path: Path = PATH) -> Contract:
         )
     except (AttributeError, KeyError, TypeError) as error:
         raise ContractError(
-            f"{path.name}: field {error} is missing or misshapen; restore it: git checkout {path.name}"
+            f"{path.name}: field {error} is missing or misshapen; restore it: git checkout launch/{path.name}"
         ) from None
 
 

@@ -79,8 +79,8 @@ def check(contract: Contract, given: Mapping[str, str] = os.environ) -> None:
 
 
 def _check_document(path: Path) -> None:
-    """Check the document's hash. The lock has `sha256sum`'s format: `sha256sum -c contract.lock` does the same."""
-    lock, command = path.with_suffix(".lock"), f"sha256sum {path.name} > {path.stem}.lock"
+    """Check the document's hash, as `sha256sum -c launch/contract.lock` does."""
+    lock, command = path.with_suffix(".lock"), "sha256sum launch/contract.toml > launch/contract.lock"
     try:
         pinned = lock.read_text().split()[0]
     except (OSError, IndexError):

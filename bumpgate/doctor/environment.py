@@ -77,18 +77,21 @@ def kernels(site: Site) -> Found:
 
 def contract_document(site: Site) -> Found:
     """BG105: contract.toml is the reviewed one."""
-    lock, command = site.root / "contract.lock", "sha256sum contract.toml > contract.lock"
+    lock, command = (
+        site.root / "launch/contract.lock",
+        "sha256sum launch/contract.toml > launch/contract.lock",
+    )
     try:
         pinned = (lock.read_text().split() or [""])[0]
     except OSError as error:
         yield Defect("BG105", f"contract.lock cannot be read ({error.strerror})", f"after review: {command}")
         return
-    digest = hashlib.sha256((site.root / "contract.toml").read_bytes()).hexdigest()
+    digest = hashlib.sha256((site.root / "launch/contract.toml").read_bytes()).hexdigest()
     if digest != pinned:
         yield Defect(
             "BG105",
             f"contract.toml has sha256 {digest[:12]}, reviewed was {pinned[:12] or 'none'}",
-            f"git checkout contract.toml; after review: {command}",
+            f"git checkout launch/contract.toml; after review: {command}",
         )
     yield f"sha256 {digest[:12]}, as reviewed"
 

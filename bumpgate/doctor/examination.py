@@ -53,7 +53,7 @@ def make_site(
         raise BumpgateError(f"--python {python}: no such interpreter")
     # Do not resolve: the python of a virtual environment is a link, and finds its packages relative to the link.
     python = python if python.is_absolute() else Path.cwd() / python
-    contract = read_contract(root / "contract.toml")
+    contract = read_contract(root / "launch/contract.toml")
     rows = manifest.load(root / "wheels" / "manifest.toml")
     rows.adopted(lane)
     return Site(lane, Interpreter(python, root, environment), contract, rows, own_lock)
@@ -61,7 +61,7 @@ def make_site(
 
 def read_contract(path: Path) -> dict[str, Any]:
     """Read contract.toml and check the tables that doctor uses. Raises BumpgateError (one line)."""
-    restore = f"restore it: git checkout {path.name}"
+    restore = f"restore it: git checkout launch/{path.name}"
     try:
         raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
         minimum = raw["caches"]["minimum_free_bytes"]

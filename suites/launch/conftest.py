@@ -104,12 +104,10 @@ class Checkout:
     """A copy of the launcher and its contract that a test may edit; the code that it launches is shared."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.contract = root, root / PATH.name
+        self.root, self.contract = root, root / "launch" / PATH.name
         shutil.copytree(ROOT / "launch", root / "launch", ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("model", "kernels"):
             (root / name).symlink_to(ROOT / name)
-        shutil.copy(PATH, self.contract)
-        self.lock()
 
     def edit(self, old: str, new: str) -> None:
         text = self.contract.read_text()
@@ -118,7 +116,9 @@ class Checkout:
 
     def lock(self) -> None:
         """Run the lock command that an error message names, as a reviewer would."""
-        subprocess.run("sha256sum contract.toml > contract.lock", shell=True, cwd=self.root, check=True)
+        subprocess.run(
+            "sha256sum launch/contract.toml > launch/contract.lock", shell=True, cwd=self.root, check=True
+        )
 
     def launcher(self, *options: str) -> Launcher:
         command = [sys.executable, *OURS.split(), *options]

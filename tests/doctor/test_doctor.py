@@ -84,12 +84,15 @@ def cache_is_a_file(machine: Machine) -> None:
 
 def little_space(machine: Machine) -> None:
     machine.edit(
-        "contract.toml", "minimum_free_bytes = 1_073_741_824", f"minimum_free_bytes = {1 << 62}", lock=True
+        "launch/contract.toml",
+        "minimum_free_bytes = 1_073_741_824",
+        f"minimum_free_bytes = {1 << 62}",
+        lock=True,
     )
 
 
 def edited_contract(machine: Machine) -> None:
-    machine.edit("contract.toml", "deterministic_steps = 20", "deterministic_steps = 2")
+    machine.edit("launch/contract.toml", "deterministic_steps = 20", "deterministic_steps = 2")
 
 
 def crashing_interpreter(machine: Machine) -> None:
@@ -107,10 +110,10 @@ ENVIRONMENT: dict[str, tuple[Break, str, str, str]] = {
     "a foreign package kernels": (foreign_kernels, "BG104", "other_kernels, not", "uninstall kernels"),
     "kernels first on PYTHONPATH": (lambda m: m.package("kernels"), "BG104", "PYTHONPATH puts", "export PYTHONPATH="),
     "an edited contract.toml": (
-        edited_contract, "BG105", "reviewed was", "git checkout contract.toml",
+        edited_contract, "BG105", "reviewed was", "git checkout launch/contract.toml",
     ),
     "no contract.lock": (
-        lambda m: (m.root / "contract.lock").unlink(), "BG105", "contract.lock cannot be read", "sha256sum"
+        lambda m: (m.root / "launch/contract.lock").unlink(), "BG105", "contract.lock cannot be read", "sha256sum"
     ),
     "a cache turned off": (
         variable("TORCHINDUCTOR_FX_GRAPH_CACHE", "0"), "BG106", "the contract requires 1", "unset TORCHINDUCTOR_FX",
@@ -398,8 +401,8 @@ def test_bad_doctor_input_is_one_line_and_exit_4(
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("contract.toml", "schema = ", "contract.toml: not TOML"),
-        ("contract.toml", "schema = 1", "contract.toml: 'caches' is missing or misshapen"),
+        ("launch/contract.toml", "schema = ", "contract.toml: not TOML"),
+        ("launch/contract.toml", "schema = 1", "contract.toml: 'caches' is missing or misshapen"),
         ("wheels/manifest.toml", "schema = 2", "manifest.toml: the field 'environment' is missing"),
     ],
 )

@@ -27,8 +27,8 @@ class Witness:
                 file.write(repr(os.environ.get("CUDA_VISIBLE_DEVICES")) + "\\n")
 sys.meta_path.insert(0, Witness())
 """
-COPIED = ("contract.toml", "contract.lock", "pyproject.toml", "wheels/manifest.toml")
-LINKED = ("bumpgate", "kernels", "launch", "model", "suites", "conftest.py", "baselines")
+COPIED = ("launch/contract.toml", "launch/contract.lock", "pyproject.toml", "wheels/manifest.toml")
+LINKED = ("bumpgate", "kernels", "model", "suites", "conftest.py", "baselines")
 
 
 @dataclass
@@ -43,8 +43,9 @@ class Machine:
         for name in COPIED:
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
-        for name in LINKED:
-            (self.root / name).symlink_to(ROOT / name)
+        for path in (*map(ROOT.joinpath, LINKED), *(ROOT / "launch").iterdir()):
+            if not (link := self.root / path.relative_to(ROOT)).exists():
+                link.symlink_to(path)
         self.packages.mkdir()
         (self.packages / "sitecustomize.py").write_text(WITNESS.format(log=str(self.home / "imports")))
         kept = {

@@ -158,7 +158,7 @@ MUTANTS = (
         "automatic_dynamic_shapes",
         (
             (
-                "contract.toml",
+                "launch/contract.toml",
                 "[dynamo.automatic_dynamic_shapes]\nvalue = false",
                 "[dynamo.automatic_dynamic_shapes]\nvalue = true",
             ),
@@ -183,7 +183,11 @@ MUTANTS = (
                 "        self.min_bucket = 0\n        MoEBlock.n = self.layer = getattr(MoEBlock, 'n', 0) + 1\n",
             ),
             ("model/moe.py", "return x + routed +", "return x + self.layer * 0.0 + routed +"),
-            ("contract.toml", "[dynamo.recompile_limit]\nvalue = 64", "[dynamo.recompile_limit]\nvalue = 8"),
+            (
+                "launch/contract.toml",
+                "[dynamo.recompile_limit]\nvalue = 64",
+                "[dynamo.recompile_limit]\nvalue = 8",
+            ),
         ),
         "suites/compile/test_policies.py::test_counts[nam56r-regional-cpu]",
         "compile/nam56r-regional/eager_islands",

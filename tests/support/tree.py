@@ -26,8 +26,6 @@ PARTS = (
     "baselines",
     "wheels",
     "conftest.py",
-    "contract.lock",
-    "contract.toml",
     "pyproject.toml",
 )
 RUN_SECONDS = 420
