@@ -24,6 +24,7 @@ from bumpgate.core.rows import Value, is_finite, write_atomic
 from bumpgate.core.text import loads
 from bumpgate.history.archive import Archive, default_store
 from bumpgate.report.history import changes, same
+from bumpgate.report.html_page import fill
 from bumpgate.report.page import show
 
 MARK = '<meta name="generator" content="bumpgate dashboard">'
@@ -155,8 +156,6 @@ def _value(number: float | None, text: str) -> Value:
 
 def write(folder: Path, found: Sequence[Series], start: date, findings: Sequence[Any]) -> None:
     """Write rows/*.html, then index.html, which links to them; pages of rows that are gone are removed."""
-    from bumpgate.report.command import fill
-
     rows = folder / "rows"
     rows.mkdir(parents=True, exist_ok=True)
     template = "dashboard_row.html.j2"
@@ -169,7 +168,7 @@ def write(folder: Path, found: Sequence[Series], start: date, findings: Sequence
             show=show,
             day=_day(start),
         )
-        (rows / one.page).write_bytes(text.encode("utf-8", "replace"))
+        (rows / one.page).write_text(text, encoding="utf-8")
     length = max(night.day for one in found for night in one.nights) + 1
     recent = sorted(
         ((one.nights[i].day, one, one.nights[i - 1], one.nights[i]) for one in found for i in one.levels),
@@ -188,7 +187,7 @@ def write(folder: Path, found: Sequence[Series], start: date, findings: Sequence
         day=_day(start),
         length=length,
     )
-    write_atomic(folder / "index.html", text.encode("utf-8", "replace").decode("utf-8"))
+    write_atomic(folder / "index.html", text)
     kept = {one.page for one in found}
     for path in rows.iterdir():
         if PAGE.fullmatch(path.name) and path.name not in kept:

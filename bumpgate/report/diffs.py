@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import zip_longest
 
 from bumpgate.core.findings import ADDRESS
-from bumpgate.core.rows import Judgement, Record, is_finite
+from bumpgate.core.rows import Judgement, Record
 
 # Evidence on what the compiler did. Other lines (seconds, counts of rounds) differ in any two runs.
 REASON = re.compile(r"(break|recompile|failure|guard|kernel) ")
-KERNEL = re.compile(r"kernel (?:x(\d+): )?(.+)")
-KERNEL_COUNTS = ("generated_kernels", "kernels")
 TOKEN = re.compile(r"\w+|\s+|.")
 CONTEXT = 2
 MAX_LINES, MAX_DIFFS = 300, 40
@@ -72,32 +69,6 @@ def compare(before: Sequence[str], after: Sequence[str]) -> list[Line]:
     return out
 
 
-def kernels(good: Record | None, bad: Record | None) -> dict[str, tuple[float, float]]:
-    """Return row id -> kernels (added, removed) by the candidate, of rows that count generated kernels and moved.
-
-    By name if the evidence names them ("kernel x2: triton_poi_fused_add"); else the difference of the counts.
-    """
-    if good is None or bad is None:
-        return {}
-    after = {j.row.id: j.row for j in bad.judgements}
-    out = {}
-    for before in (j.row for j in good.judgements):
-        now = after.get(before.id)
-        if now is None or before.id.rsplit("/", 1)[1] not in KERNEL_COUNTS:
-            continue
-        names = [_kernel_names(row.evidence) for row in (before, now)]
-        if all(names):
-            added, removed = (float((a - b).total()) for a, b in (names[::-1], names))
-        elif is_finite(before.value) and is_finite(now.value):
-            moved = now.value - before.value
-            added, removed = max(0.0, moved), max(0.0, -moved)
-        else:
-            continue
-        if added or removed:
-            out[before.id] = (added, removed)
-    return out
-
-
 def _lines(j: Judgement, *, whole: bool) -> list[str]:
     lines = [ADDRESS.sub("0x_", line) for line in j.row.evidence]
     return [line for line in lines if whole or REASON.match(line)]
@@ -119,11 +90,3 @@ def _replaced(before: Sequence[str], after: Sequence[str]) -> list[Line]:
         old.append(Line("-", tuple(part for part in was if part[0])))
         new.append(Line("+", tuple(part for part in now if part[0])))
     return old + new
-
-
-def _kernel_names(evidence: Iterable[str]) -> Counter[str]:
-    tally: Counter[str] = Counter()
-    for line in evidence:
-        if found := KERNEL.fullmatch(line):
-            tally[found[2]] += int(found[1] or 1)
-    return tally

@@ -6,7 +6,6 @@ import math
 import shlex
 import statistics
 from collections.abc import Sequence
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,10 +14,9 @@ import typer
 
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.extra import need
-from bumpgate.core.rows import is_finite, write_atomic
+from bumpgate.core.rows import is_finite
 from bumpgate.history import known_findings
 from bumpgate.history.archive import Archive, Point, default_store
-from bumpgate.report import plots
 from bumpgate.report.page import show
 
 ADD = "add"
@@ -37,13 +35,11 @@ def command(
     host: Annotated[str, typer.Option(help="Only hosts with this in their class: 'H200', '16 cores'.")] = "",
     store: Annotated[str, typer.Option(help="SQLAlchemy URL; by default a SQLite file of this user.")] = "",
     days: Annotated[int, typer.Option(help="Only the last days; 0 for all.", min=0)] = 0,
-    html: Annotated[Path | None, typer.Option(help="Also write a page with the plot.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Also write the plot as a picture.")] = None,
 ) -> None:
     """Keep records and gates (`history add FILE...`), or show a row's values over time (`history ROW`).
 
     Adding a file twice keeps it once. A gate's findings are printed as new, still there, back, gone or not measured.
-    Marks where the row jumped to another level.
+    Marks where the row jumped to another level. `bumpgate dashboard` plots every row.
 
     Exit codes: 0 done, 4 bad input, or an invalid store.
     """
@@ -81,7 +77,6 @@ def command(
         )
     breaks = changes([p.value for p in points])
     typer.echo(listing(points, breaks), nl=False)
-    _write(what[0], points, breaks, html, png)
 
 
 def changes(values: Sequence[Any]) -> list[int]:
@@ -127,29 +122,3 @@ def listing(points: Sequence[Point], breaks: Sequence[int]) -> str:
     lines = ("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows)
     last = f"{len(points)} readings, {len(breaks)} change{'s' * (len(breaks) != 1)} of level"
     return "".join(f"{line}\n" for line in lines) + last + "\n"
-
-
-def _write(
-    row: str, points: Sequence[Point], breaks: Sequence[int], html: Path | None, png: Path | None
-) -> None:
-    if not (html or png):
-        return
-    figure = None
-    values = [p.value for p in points if is_finite(p.value)]
-    if len(values) == len(points):
-        dates = need("matplotlib", "matplotlib.dates", command="bumpgate history")
-        days = [float(dates.date2num(datetime.fromisoformat(p.when))) for p in points]
-        red = [p.red for p in points]
-        figure = plots.over_time(row, days, values, breaks, points[0].unit, red)
-    if html:
-        from bumpgate.report.command import fill
-
-        svg = plots.svg(figure, row) if figure else ""
-        page = fill("history.html.j2", row=row, points=points, breaks=set(breaks), svg=svg, show=show)
-        write_atomic(html, page)
-        typer.echo(f"wrote {html}")
-    if png:
-        if figure is None:
-            raise BumpgateError(f"{row}: its values are not numbers: nothing to plot")
-        write_atomic(png, plots.png(figure))
-        typer.echo(f"wrote {png}")

@@ -23,8 +23,8 @@ from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.result import Gate, GateConfig, GateError
 from bumpgate.gate.timed import MAX_EMPTY_SESSIONS, SIDE
 from bumpgate.process.runner import USAGE, LaneCall, LaneRun
-from bumpgate.report import command as report
 from bumpgate.report import markdown, page
+from bumpgate.report.html_page import html_page
 from suites.support.planted import planted
 from tests.support.gating import COUNT_TEST, TIME_TEST, Machine, attach, count, gone, labels
 from tests.support.tree import CANARIES
@@ -96,7 +96,7 @@ def test_gate_lists_every_package_that_moved(machine: Machine, out: Path) -> Non
     assert printed == [f"moved: {line}" for line in moved]
     shown = page.of(found)
     assert "4 packages moved" in markdown.summary(shown)
-    for form in (report.html_page(shown), markdown.summary(shown)):
+    for form in (html_page(shown), markdown.summary(shown)):
         assert all(line in form or html.escape(line) in form for line in moved)
 
 

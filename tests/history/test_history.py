@@ -25,7 +25,7 @@ from bumpgate.report import history
 from bumpgate.report.dashboard import NightReading, Series, spans
 from suites.support.planted import planted
 from tests.support.project import REPO
-from tests.support.reports import EVIL, HERE, bumpgate, judged, paired, row, write_gate
+from tests.support.reports import HERE, bumpgate, judged, paired, row, write_gate
 
 P = Verdict.PASS
 ROW = "throughput/nam52-regional/seconds"
@@ -189,7 +189,7 @@ def test_changes_finds_a_jump_in_noise_but_none_in_noise_alone() -> None:
     assert 30 not in history.changes(odd), "one outlier is not a new level"
 
 
-def test_history_command_prints_plots_and_marks_the_change(
+def test_history_command_lists_readings_and_marks_the_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for day in range(1, 9):
@@ -199,29 +199,11 @@ def test_history_command_prints_plots_and_marks_the_change(
     assert capsys.readouterr().out.count(": added\n") == 8
     assert bumpgate(monkeypatch, "history", "add", files[0]) == 0
     assert capsys.readouterr().out == f"{files[0]}: already stored\n"
-    html, png = tmp_path / "h.html", tmp_path / "h.png"
-    assert bumpgate(monkeypatch, "history", ROW, "--html", str(html), "--png", str(png)) == 0
+    assert bumpgate(monkeypatch, "history", ROW) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[4] == ">  2026-11-05 02:00  1.25  s  PASS  torch 2.13.0+cpu  ffffffffffff"
     assert lines[3] == "   2026-11-04 02:00  1     s  PASS  torch 2.13.0+cpu  ffffffffffff"
     assert lines[8] == "8 readings, 1 change of level"
-    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    page = html.read_text()
-    assert page.count("new level") == 1
-    assert "<svg" in page
-    assert "http://" not in page.replace("http://www.w3.org/", "")
-
-
-def test_history_page_escapes_hostile_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = a_record(tmp_path, "11-01", EVIL, torch=EVIL, commit=EVIL)
-    assert bumpgate(monkeypatch, "history", "add", str(path)) == 0
-    html = tmp_path / "h.html"
-    assert bumpgate(monkeypatch, "history", ROW, "--html", str(html)) == 0
-    assert html.read_text().count("<script") == 1
-    assert bumpgate(monkeypatch, "history", ROW, "--png", str(tmp_path / "h.png")) == 4
-    assert "its values are not numbers" in capsys.readouterr().err
 
 
 ADD = "import sys; from bumpgate.cli import main; sys.argv = ['bumpgate', 'history', 'add', *sys.argv[1:]]; main()"

@@ -67,7 +67,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "lines",
     [
-        [["history", "add", "GATE", "RECORD"], ["history", BREAKS, "--html", "h.html"]],
+        [["history", "add", "GATE", "RECORD"], ["history", BREAKS]],
         [["history", "add", "GATE"], ["findings", "list"], ["dashboard", "site"]],
         [["history", "add", "GATE"], ["notify", "--hook", "cat", "--dry-run"]],
         [["report", "GATE", "--html", "g.html", "--junit", "g.xml", "--markdown", "g.md"]],

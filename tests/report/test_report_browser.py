@@ -42,7 +42,7 @@ def browser() -> Iterator[Any]:
 def tab(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Open a gate's report in a window of (width, scheme); fail on any console output or network request."""
     width, scheme = getattr(request, "param", (1200, "light"))
-    html, *_ = report.render(held(tmp_path), tmp_path)
+    (html,) = report.render(held(tmp_path), {"html": tmp_path / "gate.html"})
     opened = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     printed: list[str] = []
     requested: list[str] = []

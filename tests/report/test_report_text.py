@@ -16,8 +16,8 @@ from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import Judgement, Verdict
 from bumpgate.gate.verdict import Side
-from bumpgate.report import command as report
 from bumpgate.report import junit, markdown, page
+from bumpgate.report.html_page import html_page
 from tests.support.reports import EVIL, ParsedPage, judged, record, row, write_gate
 
 FIXED = settings(derandomize=True, max_examples=30, deadline=None)
@@ -101,7 +101,7 @@ def test_any_record_renders_and_junit_matches_its_verdict(
     shown = page.of_record(made)
     suite = ElementTree.fromstring(junit.xml(shown))[0]
     assert (int(suite.attrib["failures"]) + int(suite.attrib["errors"]) > 0) is made.red
-    assert ParsedPage(report.html_page(shown)).tags.count("script") == 1
+    assert ParsedPage(html_page(shown)).tags.count("script") == 1
     assert markdown.summary(shown).count("<details") == len(shown.findings)
 
 
