@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IMPLS = ("op", "reference")
+IMPLS = ("op", "eager")
 WITH_PEER = (*IMPLS, "upstream")
 
 
@@ -59,12 +59,12 @@ def opaque_op(*, triton: bool = True, eager_fp64: bool = False) -> Callable[[Cal
 
 
 def resolve_impl(impl: str, t: Tensor) -> str:
-    """Return `impl`, with "op" replaced by "reference" for tensors on XLA.
+    """Return `impl`, with "op" replaced by "eager" for tensors on XLA.
 
     torch_xla runs a custom op's body below functionalization: a write into a view is silently lost there, and a step
     of narrow nam12 made 211 uploads, but none when traced. Opacity to a compiler is also not needed on XLA.
     """
-    return "reference" if impl == "op" and t.device.type == "xla" else impl
+    return "eager" if impl == "op" and t.device.type == "xla" else impl
 
 
 def has_shape(t: Tensor, shape: tuple[int, ...]) -> bool:

@@ -106,7 +106,7 @@ def attention_forward_with_lse(
     return _unfold(out, T).to(q.dtype), lse.reshape(B, Hq, T)
 
 
-def attention_reference(
+def attention_eager(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -125,7 +125,7 @@ def attention_reference(
     return attention_forward_with_lse(q, k, v, doc_ids, scale, softcap, window, causal)[0]
 
 
-def attention_backward_reference(
+def attention_backward_eager(
     q: Tensor,
     k: Tensor,
     v: Tensor,

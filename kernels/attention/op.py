@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kernels.attention.eager import (
-    attention_backward_reference,
+    attention_backward_eager,
+    attention_eager,
     attention_forward_with_lse,
-    attention_reference,
 )
 from kernels.attention.upstream import attention_fa4, attention_flex, attention_sdpa, attention_upstream
 from kernels.op_support import IMPLS, check_doc_ids, check_impl, check_shapes, opaque_op, resolve_impl
@@ -37,7 +37,7 @@ def attention_bwd(
     scale: float, softcap: float, window: int, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v."""
-    return attention_backward_reference(q, k, v, doc_ids, out, lse, dout, scale, softcap, window, causal)
+    return attention_backward_eager(q, k, v, doc_ids, out, lse, dout, scale, softcap, window, causal)
 
 
 @attention_bwd.register_fake
@@ -101,20 +101,18 @@ def attention(
     head h // (Hq/Hkv). doc_ids (B,T) int32: a token sees its own document only; padding (-1) sees padding.
     scale: of the logits, None is 1/sqrt(P). softcap c > 0: s <- c tanh(s/c) after scale and before the mask.
     window w > 0: keys j with i - j < w (limits only the past, also if causal is False).
-    impl "op" is opaque to the compiler, "reference" is traced; "upstream" (flash-attn 2), "sdpa", "fa4" and
+    impl "op" is opaque to the compiler, "eager" is traced; "upstream" (flash-attn 2), "sdpa", "fa4" and
     "flex" (both with the softcap as a score_mod) are the upstream implementations.
     -> (B,T,Hq,P) in q.dtype. Softmax is fp32 (fp64 for fp64).
     Raises ValueError on a wrong shape, dtype, head count, negative softcap or window, or impl, and on CUDA if P is
-    not a power of two up to 128 (except fp64, which runs the reference); ImportError on a missing package.
+    not a power of two up to 128 (except fp64, which runs the eager form); ImportError on a missing package.
     Sources: GQA (Ainslie et al. 2023), softcap (Gemma 2, 2024), FlashAttention-2 (Dao 2023).
     """
     _check(q, k, v, doc_ids, softcap, window, impl)
     impl = resolve_impl(impl, q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if impl == "reference":
-        return attention_reference(
-            q, k, v, doc_ids, scale=scale, softcap=softcap, window=window, causal=causal
-        )
+    if impl == "eager":
+        return attention_eager(q, k, v, doc_ids, scale=scale, softcap=softcap, window=window, causal=causal)
     if impl in PEERS:
         return PEERS[impl](q, k, v, doc_ids, scale=scale, softcap=softcap, window=window, causal=causal)
     return attention_fwd(q, k, v, doc_ids, float(scale), float(softcap), window, causal)[0]

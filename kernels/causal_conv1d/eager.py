@@ -38,7 +38,7 @@ def _preactivation(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor) -> 
     return pre
 
 
-def causal_conv1d_reference(
+def causal_conv1d_eager(
     x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, activation: str = "silu"
 ) -> Tensor:
     """x (B,T,D), weight (D,W), bias (D,), doc_ids (B,T) int32 -> (B,T,D) in x.dtype.
@@ -64,7 +64,7 @@ def causal_conv1d_step(
     return (F.silu(pre) if activation == "silu" else pre).to(x.dtype), taps[:, 1:]
 
 
-def causal_conv1d_backward_reference(
+def causal_conv1d_backward_eager(
     x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, dy: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of (x, weight, bias) from dy (B,T,D). The preactivation is recomputed, not saved."""

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kernels.causal_conv1d.eager import (
     ACTIVATIONS,
-    causal_conv1d_backward_reference,
-    causal_conv1d_reference,
+    causal_conv1d_backward_eager,
+    causal_conv1d_eager,
 )
 from kernels.causal_conv1d.upstream import causal_conv1d_upstream
 from kernels.op_support import (
@@ -25,7 +25,7 @@ from kernels.op_support import (
 @opaque_op()
 def causal_conv1d_fwd(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, activation: str) -> Tensor:
     """Return y (B,T,D)."""
-    return causal_conv1d_reference(x, weight, bias, doc_ids, activation)
+    return causal_conv1d_eager(x, weight, bias, doc_ids, activation)
 
 
 @causal_conv1d_fwd.register_fake
@@ -38,7 +38,7 @@ def causal_conv1d_bwd(
     x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, dy: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias."""
-    return causal_conv1d_backward_reference(x, weight, bias, doc_ids, dy, activation)
+    return causal_conv1d_backward_eager(x, weight, bias, doc_ids, dy, activation)
 
 
 @causal_conv1d_bwd.register_fake
@@ -86,7 +86,7 @@ def causal_conv1d(
 
     x (B,T,D), weight (D,W) with the current token's tap last, bias (D,): any float dtypes.
     doc_ids (B,T) int32: a tap counts where its document id equals the current token's.
-    activation "silu" or "none". impl "op" is opaque to the compiler, "reference" is traced,
+    activation "silu" or "none". impl "op" is opaque to the compiler, "eager" is traced,
     "upstream" is the package causal-conv1d.
     -> (B,T,D) in x.dtype, accumulated in fp32 (fp64 for fp64 x).
     Raises ValueError on a wrong shape, dtype, activation or impl, ImportError if the package is missing.
@@ -96,7 +96,7 @@ def causal_conv1d(
     impl = resolve_impl(impl, x)
     functions = {
         "op": causal_conv1d_fwd,
-        "reference": causal_conv1d_reference,
+        "eager": causal_conv1d_eager,
         "upstream": causal_conv1d_upstream,
     }
     return functions[impl](x, weight, bias, doc_ids, activation)

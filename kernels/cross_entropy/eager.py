@@ -38,14 +38,14 @@ def cross_entropy_with_sums(
     return ((shift - picked) + total.log()).where(kept, 0), shift, total
 
 
-def cross_entropy_reference(
+def cross_entropy_eager(
     logits: Tensor, target: Tensor, softcap: float = 0.0, ignore_index: int = -100
 ) -> Tensor:
     """logits (..., V), target (...) int64 -> loss (...) in fp32 (fp64 for fp64 logits), 0 where ignored."""
     return cross_entropy_with_sums(logits, target, softcap, ignore_index)[0]
 
 
-def cross_entropy_backward_reference(
+def cross_entropy_backward_eager(
     logits: Tensor,
     target: Tensor,
     shift: Tensor,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels.cross_entropy.eager import (
-    cross_entropy_backward_reference,
-    cross_entropy_reference,
+    cross_entropy_backward_eager,
+    cross_entropy_eager,
     cross_entropy_with_sums,
 )
 from kernels.op_support import check_floating, check_impl, check_shapes, opaque_op, resolve_impl
@@ -37,7 +37,7 @@ def cross_entropy_bwd(
     softcap: float, ignore_index: int,
 ) -> Tensor:  # fmt: skip
     """Gradient of the logits."""
-    return cross_entropy_backward_reference(logits, target, shift, total, dloss, softcap, ignore_index)
+    return cross_entropy_backward_eager(logits, target, shift, total, dloss, softcap, ignore_index)
 
 
 @cross_entropy_bwd.register_fake
@@ -80,7 +80,7 @@ def cross_entropy(
 
     logits (..., V): any float dtype. target (...) int64: a token of 0..V-1, or ignore_index, whose loss and
     gradient are exactly zero whatever its logits contain, even nan. softcap c > 0: logits <- c tanh(logits/c).
-    impl "op" is opaque to the compiler, "reference" is traced.
+    impl "op" is opaque to the compiler, "eager" is traced.
     -> loss (...) in fp32 (fp64 for fp64 logits); fp32 inside, the gradient cast once to logits.dtype.
     Raises ValueError on a wrong shape or dtype, a negative softcap, or impl. The target range is not validated,
     which would need a device sync: torch's gather fails on other values, Triton returns nan (loss and gradient).
@@ -88,6 +88,6 @@ def cross_entropy(
     """
     _check(logits, target, softcap, impl)
     impl = resolve_impl(impl, logits)
-    if impl == "reference":
-        return cross_entropy_reference(logits, target, softcap, ignore_index)
+    if impl == "eager":
+        return cross_entropy_eager(logits, target, softcap, ignore_index)
     return cross_entropy_fwd(logits, target, float(softcap), ignore_index)[0]

@@ -1,10 +1,10 @@
 """Sparse attention over keys selected by an indexer: the selection, the attention, and the indexer's loss."""
 
 from kernels.dsa_indexer.eager import (
-    dsa_attention_backward_reference,
-    dsa_attention_reference,
+    dsa_attention_backward_eager,
+    dsa_attention_eager,
     dsa_choice,
-    dsa_indexer_reference,
+    dsa_indexer_eager,
     dsa_scores,
 )
 from kernels.dsa_indexer.op import (
@@ -17,13 +17,13 @@ from kernels.dsa_indexer.op import (
 
 __all__ = [
     "dsa_attention",
-    "dsa_attention_backward_reference",
-    "dsa_attention_reference",
+    "dsa_attention_backward_eager",
+    "dsa_attention_eager",
     "dsa_choice",
     "dsa_chosen_scores",
     "dsa_distribution",
     "dsa_indexer",
+    "dsa_indexer_eager",
     "dsa_indexer_loss",
-    "dsa_indexer_reference",
     "dsa_scores",
 ]

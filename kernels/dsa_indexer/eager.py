@@ -47,7 +47,7 @@ def dsa_choice(scores: Tensor, top_k: int) -> Tensor:
     return keys.masked_fill(keys == T, -1).to(torch.int32)
 
 
-def dsa_indexer_reference(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor, top_k: int) -> Tensor:
+def dsa_indexer_eager(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor, top_k: int) -> Tensor:
     """Arguments of `dsa_scores` -> the chosen keys (B,T,K) int32 as `dsa_choice` orders them."""
     return dsa_choice(dsa_scores(q, k, weights, doc_ids), top_k)
 
@@ -93,7 +93,7 @@ def dsa_attention_forward_with_lse(
     return out.flatten(2, 3).to(q.dtype), lse.flatten(2, 3).transpose(1, 2)
 
 
-def dsa_attention_reference(
+def dsa_attention_eager(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, scale: float | None = None, softcap: float = 0.0
 ) -> Tensor:
     """q (B,T,Hq,P), k and v (B,T,Hkv,P), indices (B,T,K) int32 -> (B,T,Hq,P) in q.dtype; scale None is 1/sqrt(P)."""
@@ -101,7 +101,7 @@ def dsa_attention_reference(
     return dsa_attention_forward_with_lse(q, k, v, indices, scale, softcap)[0]
 
 
-def dsa_attention_backward_reference(
+def dsa_attention_backward_eager(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
     scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -119,20 +119,20 @@ def dsa_attention_backward_reference(
     return tuple(g.to(q.dtype) for g in (dq, dk, dv))
 
 
-def dsa_distribution_reference(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
+def dsa_distribution_eager(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
     """Attention weights of the chosen keys, mean over the query heads: (B,T,K) in fp32 (fp64 for fp64), 0 for -1."""
     s = _logits(q, k, indices, scale, softcap)
     return torch.exp(s - _lse(s).unsqueeze(-1)).mean((2, 3))
 
 
-def dsa_chosen_scores_reference(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+def dsa_chosen_scores_eager(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     """q (B,T,J,P), k (B,T,P), weights (B,T,J), indices (B,T,K) -> I of the chosen keys (B,T,K) in fp32 (fp64 for
     fp64), 0 for an index -1."""
     q, weights = _wide(q, weights)
     return (F.relu(_chosen_keys(k, indices) @ q.mT) @ weights.unsqueeze(-1)).squeeze(-1)
 
 
-def dsa_chosen_scores_backward_reference(
+def dsa_chosen_scores_backward_eager(
     q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, dscores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of (q, k, weights) from dscores (B,T,K)."""
@@ -149,7 +149,7 @@ def _chosen_keys(k: Tensor, indices: Tensor) -> Tensor:
     return _chosen(k.unsqueeze(2), indices).squeeze(2)
 
 
-def dsa_loss_reference(scores: Tensor, indices: Tensor, target: Tensor) -> Tensor:
+def dsa_loss_eager(scores: Tensor, indices: Tensor, target: Tensor) -> Tensor:
     """KL(target || softmax over the chosen keys of their scores), mean over the B*T queries.
 
     scores, target (B,T,K) -> a scalar in fp32 (fp64 for fp64).

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from kernels.dsa_indexer.eager import (
-    dsa_attention_backward_reference,
+    dsa_attention_backward_eager,
+    dsa_attention_eager,
     dsa_attention_forward_with_lse,
-    dsa_attention_reference,
-    dsa_chosen_scores_backward_reference,
-    dsa_chosen_scores_reference,
-    dsa_distribution_reference,
-    dsa_indexer_reference,
-    dsa_loss_reference,
+    dsa_chosen_scores_backward_eager,
+    dsa_chosen_scores_eager,
+    dsa_distribution_eager,
+    dsa_indexer_eager,
+    dsa_loss_eager,
 )
 from kernels.op_support import (
     autocast_disabled,
@@ -31,7 +31,7 @@ from kernels.op_support import (
 @opaque_op(eager_fp64=True)
 def dsa_indexer_fwd(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor, top_k: int) -> Tensor:
     """Return indices (B,T,K) int32; they have no gradient."""
-    return dsa_indexer_reference(q, k, weights, doc_ids, top_k)
+    return dsa_indexer_eager(q, k, weights, doc_ids, top_k)
 
 
 @dsa_indexer_fwd.register_fake
@@ -59,7 +59,7 @@ def dsa_attention_bwd(
     scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v."""
-    return dsa_attention_backward_reference(q, k, v, indices, out, lse, dout, scale, softcap)
+    return dsa_attention_backward_eager(q, k, v, indices, out, lse, dout, scale, softcap)
 
 
 @dsa_attention_bwd.register_fake
@@ -85,7 +85,7 @@ dsa_attention_fwd.register_autograd(_backward, setup_context=_setup_context)
 @opaque_op(eager_fp64=True)
 def dsa_chosen_scores_fwd(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     """Return the index scores of the chosen keys (B,T,K) in fp32 (fp64 for fp64), 0 for an index -1."""
-    return dsa_chosen_scores_reference(q, k, weights, indices)
+    return dsa_chosen_scores_eager(q, k, weights, indices)
 
 
 @dsa_chosen_scores_fwd.register_fake
@@ -98,7 +98,7 @@ def dsa_chosen_scores_bwd(
     q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, dscores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, weights."""
-    return dsa_chosen_scores_backward_reference(q, k, weights, indices, dscores)
+    return dsa_chosen_scores_backward_eager(q, k, weights, indices, dscores)
 
 
 @dsa_chosen_scores_bwd.register_fake
@@ -120,7 +120,7 @@ dsa_chosen_scores_fwd.register_autograd(_scores_backward, setup_context=_save_fo
 @opaque_op(eager_fp64=True)
 def dsa_distribution_fwd(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
     """Return (B,T,K) in fp32 (fp64 for fp64); it has no gradient."""
-    return dsa_distribution_reference(q, k, indices, scale, softcap)
+    return dsa_distribution_eager(q, k, indices, scale, softcap)
 
 
 @dsa_distribution_fwd.register_fake
@@ -166,12 +166,12 @@ def dsa_indexer(
     """The top_k keys of each query by I[t,s] = sum_h w[t,h] relu(q_h[t].k[s]), causal and within the document.
 
     q (B,T,J,P) and k (B,T,P) in one float dtype, weights (B,T,J) in any, doc_ids (B,T) int32 (padding is one more
-    document). impl "op" is opaque to the compiler, "reference" is traced.
+    document). impl "op" is opaque to the compiler, "eager" is traced.
     -> indices (B,T,top_k) int32: distinct positions along T, ascending, padded with -1 if the document has fewer.
     Ties choose the earlier key. Scores are fp32 (fp64 for fp64); the selection has no gradient, see
     `dsa_indexer_loss`, and needs no device sync.
     Raises ValueError on a wrong shape, dtype, top_k or impl; on CUDA also where P is not a power of two up to 128, or T
-    is above 16384 (except fp64, which runs the reference).
+    is above 16384 (except fp64, which runs the eager form).
     Source: DeepSeek-V3.2-Exp (2025).
     """
     check_impl("dsa_indexer", impl)
@@ -181,7 +181,7 @@ def dsa_indexer(
     if top_k < 1:
         raise ValueError(f"dsa_indexer: top_k ({top_k}) must be at least 1")
     impl = resolve_impl(impl, q)
-    function = dsa_indexer_fwd if impl == "op" else dsa_indexer_reference
+    function = dsa_indexer_fwd if impl == "op" else dsa_indexer_eager
     return function(q, k, weights, doc_ids, top_k)
 
 
@@ -200,11 +200,11 @@ def dsa_attention(
     q (B,T,Hq,P), k and v (B,T,Hkv,P) in one float dtype, Hq a multiple of Hkv. indices (B,T,K) int32 in any order:
     positions along T, distinct within a query, or -1 for none. Values are not checked: the caller ensures causality
     and document limits. scale: of the logits, None is 1/sqrt(P). softcap c > 0: s <- c tanh(s/c).
-    impl "op" is opaque to the compiler, "reference" is traced.
+    impl "op" is opaque to the compiler, "eager" is traced.
     -> (B,T,Hq,P) in q.dtype, 0 for a query without keys. Softmax is fp32 (fp64 for fp64); gradients are
     bitwise deterministic.
     Raises ValueError on a wrong shape, dtype, head count, negative softcap or impl; on CUDA also where P is not a
-    power of two up to 128 (except fp64, which runs the reference).
+    power of two up to 128 (except fp64, which runs the eager form).
     Sources: DeepSeek-V3.2-Exp (2025), GQA (Ainslie et al. 2023), softcap (Gemma 2, 2024).
     """
     check_impl("dsa_attention", impl)
@@ -213,8 +213,8 @@ def dsa_attention(
     if v.dtype != q.dtype:
         raise ValueError(f"dsa_attention: q and v must have one float dtype, not {q.dtype} and {v.dtype}")
     impl = resolve_impl(impl, q)
-    if impl == "reference":
-        return dsa_attention_reference(q, k, v, indices, scale=scale, softcap=softcap)
+    if impl == "eager":
+        return dsa_attention_eager(q, k, v, indices, scale=scale, softcap=softcap)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return dsa_attention_fwd(q, k, v, indices, float(scale), float(softcap))[0]
 
@@ -240,17 +240,17 @@ def dsa_distribution(
         if resolve_impl(impl, q) == "op":
             return dsa_distribution_fwd(q, k, indices, *options)
         with autocast_disabled(q):
-            return dsa_distribution_reference(q, k, indices, *options)
+            return dsa_distribution_eager(q, k, indices, *options)
 
 
 def dsa_chosen_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, *, impl: str = "op") -> Tensor:
     """Index scores I[t,s] of the chosen keys only, differentiable.
 
     q, k, weights as in `dsa_indexer`, indices (B,T,K) int32 as in `dsa_attention`. impl "op" is opaque to the compiler,
-    "reference" is traced.
+    "eager" is traced.
     -> (B,T,K) in fp32 (fp64 for fp64), 0 for an index -1. The gradients of q, k and weights are bitwise deterministic.
     Raises ValueError on a wrong shape, dtype or impl; on CUDA also where P is not a power of two up to 128 (but for
-    fp64, which runs the reference). Source: DeepSeek-V3.2-Exp (2025).
+    fp64, which runs the eager form). Source: DeepSeek-V3.2-Exp (2025).
     """
     check_impl("dsa_chosen_scores", impl)
     _check_index("dsa_chosen_scores", q, k, weights)
@@ -258,7 +258,7 @@ def dsa_chosen_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, *,
     if resolve_impl(impl, q) == "op":
         return dsa_chosen_scores_fwd(q, k, weights, indices)
     with autocast_disabled(q):
-        return dsa_chosen_scores_reference(q, k, weights, indices)
+        return dsa_chosen_scores_eager(q, k, weights, indices)
 
 
 def dsa_indexer_loss(
@@ -274,4 +274,4 @@ def dsa_indexer_loss(
     check_shapes("dsa_indexer_loss", {"target": (target, tuple(indices.shape))})
     check_floating("dsa_indexer_loss", {"target": target})
     with autocast_disabled(q):
-        return dsa_loss_reference(scores, indices, target)
+        return dsa_loss_eager(scores, indices, target)

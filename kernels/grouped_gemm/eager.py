@@ -22,14 +22,14 @@ def _split(rows: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
     return wide.split([*sizes, rows.shape[0] - sum(sizes)])
 
 
-def grouped_gemm_reference(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_gemm_eager(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """x (M,D_in), weight (E,D_in,D_out), counts (E,) -> (M,D_out) in x.dtype, summed in fp32 (fp64 for fp64)."""
     *groups, rest = _split(x, counts)
     products = [group @ w.to(group.dtype) for group, w in zip(groups, weight)]
     return torch.cat([*products, rest.new_zeros(rest.shape[0], weight.shape[2])]).to(x.dtype)
 
 
-def grouped_gemm_backward_reference(
+def grouped_gemm_backward_eager(
     x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of (x, weight) from dy (M,D_out). An expert without rows gets zeros."""

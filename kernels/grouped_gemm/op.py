@@ -6,7 +6,7 @@ M rows, E experts, D_in and D_out model dims on both sides.
 import torch
 from torch import Tensor
 
-from kernels.grouped_gemm.eager import grouped_gemm_backward_reference, grouped_gemm_reference
+from kernels.grouped_gemm.eager import grouped_gemm_backward_eager, grouped_gemm_eager
 from kernels.grouped_gemm.padded import grouped_gemm_padded
 from kernels.grouped_gemm.upstream import grouped_gemm_upstream
 from kernels.op_support import WITH_PEER, check_impl, check_shapes, opaque_op
@@ -17,7 +17,7 @@ IMPLS = (*WITH_PEER, "padded")
 @opaque_op(eager_fp64=True)
 def grouped_gemm_fwd(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Return y (M,D_out)."""
-    return grouped_gemm_reference(x, weight, counts)
+    return grouped_gemm_eager(x, weight, counts)
 
 
 @grouped_gemm_fwd.register_fake
@@ -28,7 +28,7 @@ def _(x, weight, counts):
 @opaque_op(eager_fp64=True)
 def grouped_gemm_bwd(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x, weight."""
-    return grouped_gemm_backward_reference(x, weight, counts, dy)
+    return grouped_gemm_backward_eager(x, weight, counts, dy)
 
 
 @grouped_gemm_bwd.register_fake
@@ -75,7 +75,7 @@ def grouped_gemm(
     x (M,D_in), weight (E,D_in,D_out): one float dtype. counts (E,) int32 or int64: rows of each expert, in order;
     none negative, with a sum of at most M. This is not validated: it would force a device sync. Rows beyond the
     sum belong to no expert: zero in the result and in the gradient, whatever they contain.
-    impl "op" is opaque to the compiler and, on CUDA, never reads the counts on the host; "reference" does.
+    impl "op" is opaque to the compiler and, on CUDA, never reads the counts on the host; "eager" does.
     "padded" is a batched product of `bucket` rows per expert, a static size: None takes the power of two that holds
     the largest count, and reads it on the host; a row that exceeds its bucket is nan.
     "upstream" is torch's grouped_mm, for counts that sum to M.
@@ -88,7 +88,7 @@ def grouped_gemm(
         return grouped_gemm_padded(x, weight, counts, bucket)
     functions = {
         "op": grouped_gemm_fwd,
-        "reference": grouped_gemm_reference,
+        "eager": grouped_gemm_eager,
         "upstream": grouped_gemm_upstream,
     }
     return functions[impl](x, weight, counts)

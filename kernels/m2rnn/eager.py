@@ -14,7 +14,7 @@ from kernels._scan import document_starts
 from kernels.m2rnn.naive import first_state
 
 
-def m2rnn_reference(
+def m2rnn_eager(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The recurrence with the products and the read-out moved out of the loop.
@@ -47,7 +47,7 @@ def m2rnn_forward_with_states(
     return y.to(v.dtype), states
 
 
-def m2rnn_backward_reference(
+def m2rnn_backward_eager(
     q: Tensor,
     k: Tensor,
     v: Tensor,

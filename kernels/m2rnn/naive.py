@@ -35,7 +35,7 @@ def m2rnn_step(q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, state: Ten
 def m2rnn_recurrent(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Apply the step token by token; arguments and results as for `m2rnn_reference`."""
+    """Apply the step token by token; arguments and results as for `m2rnn_eager`."""
     state = first_state(k, v, h0)
     keep = ~document_starts(doc_ids)
     outputs = []

@@ -6,7 +6,7 @@ B batch, T tokens, H heads, K key dim, V value dim.
 import torch
 from torch import Tensor
 
-from kernels.m2rnn.eager import m2rnn_backward_reference, m2rnn_forward_with_states, m2rnn_reference
+from kernels.m2rnn.eager import m2rnn_backward_eager, m2rnn_eager, m2rnn_forward_with_states
 from kernels.op_support import (
     autocast_disabled,
     check_doc_ids,
@@ -40,7 +40,7 @@ def m2rnn_bwd(
     states: Tensor, dy: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, W, f, h0."""
-    return m2rnn_backward_reference(q, k, v, W, f, doc_ids, h0, states, dy, dfinal)
+    return m2rnn_backward_eager(q, k, v, W, f, doc_ids, h0, states, dy, dfinal)
 
 
 @m2rnn_bwd.register_fake
@@ -93,16 +93,16 @@ def m2rnn(
 
     q, k (B,T,H,K) and v (B,T,H,V) in one float dtype. In any float dtype: W (H,V,V); f (B,T,H), the forget
     gate in (0,1); h0 (B,H,K,V), or None for zeros. doc_ids (B,T) int32: h is zeroed where the id changes from
-    one token to the next. impl "op" is opaque to the compiler, "reference" is traced as T steps;
+    one token to the next. impl "op" is opaque to the compiler, "eager" is traced as T steps;
     "op" keeps the state after every token for its backward, B T H K V elements in fp32 (fp64).
     -> y (B,T,H,V) in v.dtype, final state (B,H,K,V) in fp32 (fp64 for fp64 v).
     Raises ValueError on a wrong shape, dtype or impl. Source: Mishra et al. 2026 (arXiv 2603.14360).
     """
     _check(q, k, v, W, f, doc_ids, h0, impl)
     impl = resolve_impl(impl, v)
-    if impl == "reference":
+    if impl == "eager":
         with autocast_disabled(v):
-            return m2rnn_reference(q, k, v, W, f, doc_ids, h0)
+            return m2rnn_eager(q, k, v, W, f, doc_ids, h0)
     if h0 is None:
         acc = torch.promote_types(v.dtype, torch.float32)
         B, _, H, K = k.shape

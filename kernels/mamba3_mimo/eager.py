@@ -25,7 +25,7 @@ from kernels.mamba3_mimo.chunked import Chunked, carry, chunked, scan, scan_back
 from kernels.mamba3_mimo.naive import Mamba3MimoState, per_head, rotate, zero_state
 
 
-def mamba3_mimo_reference(
+def mamba3_mimo_eager(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
     state: Mamba3MimoState | None = None, chunk_size: int = 16,
@@ -47,7 +47,7 @@ def mamba3_mimo_reference(
     return y.to(v.dtype), Mamba3MimoState(theta, h, c.key[:, -1], c.value[:, -1])
 
 
-def mamba3_mimo_backward_reference(
+def mamba3_mimo_backward_eager(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
     state: Mamba3MimoState, chunk_size: int, dy: Tensor, dstate: Mamba3MimoState,

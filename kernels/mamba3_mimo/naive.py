@@ -71,7 +71,7 @@ def mamba3_mimo_recurrent(
     mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
     state: Mamba3MimoState | None = None,
 ) -> tuple[Tensor, Mamba3MimoState]:  # fmt: skip
-    """Apply the step token by token; arguments and results as for `mamba3_mimo_reference`."""
+    """Apply the step token by token; arguments and results as for `mamba3_mimo_eager`."""
     keep = ~document_starts(doc_ids)
     state = zero_state(v, q, angles) if state is None else state
     outputs = []

@@ -7,7 +7,7 @@ B batch, T tokens, H heads, R MIMO rank, P head dim, N state dim, G groups, A ro
 import torch
 from torch import Tensor
 
-from kernels.mamba3_mimo.eager import mamba3_mimo_backward_reference, mamba3_mimo_reference
+from kernels.mamba3_mimo.eager import mamba3_mimo_backward_eager, mamba3_mimo_eager
 from kernels.mamba3_mimo.naive import Mamba3MimoState, zero_state
 from kernels.mamba3_mimo.upstream import mamba3_mimo_upstream
 from kernels.op_support import (
@@ -29,7 +29,7 @@ def mamba3_mimo_fwd(
     theta: Tensor, h: Tensor, k_prev: Tensor, v_prev: Tensor, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids)
-    y, state = mamba3_mimo_reference(*inputs, Mamba3MimoState(theta, h, k_prev, v_prev), chunk_size)
+    y, state = mamba3_mimo_eager(*inputs, Mamba3MimoState(theta, h, k_prev, v_prev), chunk_size)
     return y, *state
 
 
@@ -53,7 +53,7 @@ def mamba3_mimo_bwd(
     """Gradients of the floating-point inputs, in their order."""
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids)
     state, dstate = (Mamba3MimoState(theta, h, k_prev, v_prev), Mamba3MimoState(dtheta, dh, dk_prev, dv_prev))
-    return list(mamba3_mimo_backward_reference(*inputs, state, chunk_size, dy, dstate))
+    return list(mamba3_mimo_backward_eager(*inputs, state, chunk_size, dy, dstate))
 
 
 @mamba3_mimo_bwd.register_fake
@@ -135,7 +135,7 @@ def mamba3_mimo(
     and mimo_out (H,R,P), up-projections of v and z and down-projection of the result; angles (B,T,H,A) before the
     tanh, 2A <= N, each rotating an adjacent pair of state dims; D (H,); state, or None for zeros. doc_ids (B,T)
     int32: the state is zeroed where the id changes from one token to the next. `chunk_size` (tokens, so R times as
-    many rows) changes speed and rounding, not the function. impl "op" is opaque to the compiler, "reference" is
+    many rows) changes speed and rounding, not the function. impl "op" is opaque to the compiler, "eager" is
     traced through, "upstream" is the upstream implementation.
     -> y (B,T,H,P) in v.dtype, final state (theta in radians) in fp32 (fp64 for fp64 v).
     Raises ValueError on a wrong shape, dtype, chunk size or impl, ImportError if a package is missing.
@@ -144,9 +144,9 @@ def mamba3_mimo(
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids)
     _check(*inputs, state, chunk_size, impl)
     impl = resolve_impl(impl, v)
-    if impl == "reference":
+    if impl == "eager":
         with autocast_disabled(v):
-            return mamba3_mimo_reference(*inputs, state, chunk_size)
+            return mamba3_mimo_eager(*inputs, state, chunk_size)
     if impl == "upstream":
         return mamba3_mimo_upstream(*inputs, state, chunk_size)
     state = zero_state(v, q, angles) if state is None else state

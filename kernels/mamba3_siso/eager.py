@@ -33,7 +33,7 @@ from kernels._scan import (
 from kernels.mamba3_siso.naive import Mamba3State, per_head, zero_state
 
 
-def mamba3_siso_reference(
+def mamba3_siso_eager(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor, state: Mamba3State | None = None,
     chunk_size: int = 64,
@@ -53,7 +53,7 @@ def mamba3_siso_reference(
     return y.to(v.dtype), Mamba3State(torch.remainder(c.theta[:, -1], TAU), h, c.key[:, -1], c.value[:, -1])
 
 
-def mamba3_siso_backward_reference(
+def mamba3_siso_backward_eager(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor, state: Mamba3State, chunk_size: int,
     dy: Tensor, dstate: Mamba3State,

@@ -66,7 +66,7 @@ def mamba3_siso_recurrent(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor, state: Mamba3State | None = None,
 ) -> tuple[Tensor, Mamba3State]:  # fmt: skip
-    """Apply the step token by token; arguments and results as for `mamba3_siso_reference`."""
+    """Apply the step token by token; arguments and results as for `mamba3_siso_eager`."""
     keep = ~document_starts(doc_ids)
     state = zero_state(v, q, angles) if state is None else state
     outputs = []

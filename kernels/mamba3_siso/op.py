@@ -6,7 +6,7 @@ B batch, T tokens, H heads, P head dim, N state dim, G groups, R rotation angles
 import torch
 from torch import Tensor
 
-from kernels.mamba3_siso.eager import mamba3_siso_backward_reference, mamba3_siso_reference
+from kernels.mamba3_siso.eager import mamba3_siso_backward_eager, mamba3_siso_eager
 from kernels.mamba3_siso.naive import Mamba3State, zero_state
 from kernels.mamba3_siso.upstream import mamba3_siso_upstream
 from kernels.op_support import (
@@ -28,7 +28,7 @@ def mamba3_siso_fwd(
     theta: Tensor, h: Tensor, k_prev: Tensor, v_prev: Tensor, chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
-    y, state = mamba3_siso_reference(*inputs, Mamba3State(theta, h, k_prev, v_prev), chunk_size)
+    y, state = mamba3_siso_eager(*inputs, Mamba3State(theta, h, k_prev, v_prev), chunk_size)
     return y, *state
 
 
@@ -49,7 +49,7 @@ def mamba3_siso_bwd(
     """Gradients of the floating-point inputs, in their order."""
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
     state, dstate = Mamba3State(theta, h, k_prev, v_prev), Mamba3State(dtheta, dh, dk_prev, dv_prev)
-    return list(mamba3_siso_backward_reference(*inputs, state, chunk_size, dy, dstate))
+    return list(mamba3_siso_backward_eager(*inputs, state, chunk_size, dy, dstate))
 
 
 @mamba3_siso_bwd.register_fake
@@ -124,7 +124,7 @@ def mamba3_siso(
     negative; dt (B,T,H) after softplus; trap (B,T,H) before the sigmoid; q_bias, k_bias (H,N); angles
     (B,T,H,R) before the tanh, 2R <= N; D (H,); state, or None for zeros. doc_ids (B,T) int32: the state is
     zeroed where the id changes from one token to the next. `chunk_size` (tokens) changes speed and rounding,
-    not the function. impl "op" is opaque to the compiler, "reference" is traced,
+    not the function. impl "op" is opaque to the compiler, "eager" is traced,
     "upstream" is the upstream implementation.
     -> y (B,T,H,P) in v.dtype, final state (theta in radians) in fp32 (fp64 for fp64 v).
     Raises ValueError on a wrong shape, dtype, chunk size or impl, ImportError if a package is missing.
@@ -133,9 +133,9 @@ def mamba3_siso(
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
     _check(*inputs, state, chunk_size, impl)
     impl = resolve_impl(impl, v)
-    if impl == "reference":
+    if impl == "eager":
         with autocast_disabled(v):
-            return mamba3_siso_reference(*inputs, state, chunk_size)
+            return mamba3_siso_eager(*inputs, state, chunk_size)
     if impl == "upstream":
         return mamba3_siso_upstream(*inputs, state)
     state = zero_state(v, q, angles) if state is None else state

@@ -64,7 +64,7 @@ def mla_forward_with_lse(
     return out.transpose(1, 2).to(q_nope.dtype), lse
 
 
-def mla_reference(
+def mla_eager(
     q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, W_uk: Tensor, W_uv: Tensor, doc_ids: Tensor, *,
     scale: float | None = None, softcap: float = 0.0, causal: bool = True,
 ) -> Tensor:  # fmt: skip
@@ -79,7 +79,7 @@ def mla_reference(
     return mla_forward_with_lse(*inputs, scale, softcap, causal)[0]
 
 
-def mla_absorbed_reference(
+def mla_absorbed_eager(
     q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, W_uk: Tensor, W_uv: Tensor, doc_ids: Tensor,
     scale: float, softcap: float, causal: bool,
 ) -> Tensor:  # fmt: skip
@@ -94,7 +94,7 @@ def mla_absorbed_reference(
     return torch.einsum("bhsc,hvc->bshv", mean, W_uv).to(dtype)
 
 
-def mla_backward_reference(
+def mla_backward_eager(
     q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, W_uk: Tensor, W_uv: Tensor, doc_ids: Tensor,
     out: Tensor, lse: Tensor, dout: Tensor, scale: float, softcap: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kernels.mla.eager import (
-    mla_absorbed_reference,
-    mla_backward_reference,
+    mla_absorbed_eager,
+    mla_backward_eager,
+    mla_eager,
     mla_forward_with_lse,
-    mla_reference,
 )
 from kernels.op_support import (
     autocast_disabled,
@@ -46,7 +46,7 @@ def mla_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q_nope, q_rope, c_kv, k_rope, W_uk, W_uv."""
     inputs = (q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids)
-    return mla_backward_reference(*inputs, out, lse, dout, scale, softcap, causal)
+    return mla_backward_eager(*inputs, out, lse, dout, scale, softcap, causal)
 
 
 @mla_bwd.register_fake
@@ -115,11 +115,11 @@ def mla(
     q_nope (B,T,H,P), q_rope (B,T,H,R) and k_rope (B,T,R), both rotated by the caller, c_kv (B,T,C) normalised by the
     caller, W_uk (H,P,C), W_uv (H,Pv,C): one float dtype. doc_ids (B,T) int32: a token sees its own document only;
     padding (-1) sees padding. scale: of the logits, None is 1/sqrt(P+R). softcap c > 0: s <- c tanh(s/c) after scale
-    and before the mask. impl "op" is opaque to the compiler, "reference" is traced.
+    and before the mask. impl "op" is opaque to the compiler, "eager" is traced.
     -> (B,T,H,Pv) in q_nope.dtype. Softmax is fp32 (fp64 for fp64). Saved for the backward are the inputs, the output
     and the logsumexp: keys and values are recomputed.
     Raises ValueError on a wrong shape, dtype, negative softcap or impl; on CUDA also where P, R or Pv is not a power
-    of two up to 128 (except fp64, which runs the reference).
+    of two up to 128 (except fp64, which runs the eager form).
     Sources: DeepSeek-V2 (2024), softcap (Gemma 2, 2024), FlashAttention-2 (Dao 2023).
     """
     check_impl("mla", impl)
@@ -130,8 +130,8 @@ def mla(
             f"mla: {q_nope.shape[1]} queries for {c_kv.shape[1]} tokens; mla_absorbed takes fewer"
         )
     impl = resolve_impl(impl, q_nope)
-    if impl == "reference":
-        return mla_reference(*inputs, scale=scale, softcap=softcap, causal=causal)
+    if impl == "eager":
+        return mla_eager(*inputs, scale=scale, softcap=softcap, causal=causal)
     scale = (q_nope.shape[-1] + q_rope.shape[-1]) ** -0.5 if scale is None else scale
     return mla_fwd(*inputs, float(scale), float(softcap), causal)[0]
 
@@ -161,4 +161,4 @@ def mla_absorbed(
         raise ValueError(f"mla_absorbed: {q_nope.shape[1]} queries for {c_kv.shape[1]} tokens")
     scale = (q_nope.shape[-1] + q_rope.shape[-1]) ** -0.5 if scale is None else scale
     with autocast_disabled(q_nope):
-        return mla_absorbed_reference(*inputs, float(scale), float(softcap), causal)
+        return mla_absorbed_eager(*inputs, float(scale), float(softcap), causal)

@@ -33,7 +33,7 @@ def _tokens(expert: Tensor) -> Tensor:
     return torch.arange(B * T, device=expert.device).unsqueeze(1).expand(B * T, K).reshape(-1)
 
 
-def moe_combine_reference(
+def moe_combine_eager(
     y: Tensor,
     expert: Tensor,
     slot: Tensor,
@@ -55,7 +55,7 @@ def moe_combine_reference(
     return total.view(B, T, D).to(y.dtype if out_dtype is None else out_dtype)
 
 
-def moe_combine_backward_reference(
+def moe_combine_backward_eager(
     y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, dout: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of y (E, B*C, D) in y.dtype and of weights (B,T,K) in weights.dtype, from dout (B,T,D)."""

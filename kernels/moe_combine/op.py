@@ -6,7 +6,7 @@ B batch, T tokens, D model dim, E experts, K top-k.
 import torch
 from torch import Tensor
 
-from kernels.moe_combine.eager import moe_combine_backward_reference, moe_combine_reference
+from kernels.moe_combine.eager import moe_combine_backward_eager, moe_combine_eager
 from kernels.op_support import check_impl, check_shapes, opaque_op, resolve_impl
 
 
@@ -15,7 +15,7 @@ def moe_combine_fwd(
     y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, out_dtype: torch.dtype
 ) -> Tensor:
     """Return out (B,T,D) in out_dtype."""
-    return moe_combine_reference(y, expert, slot, weights, bucket, out_dtype)
+    return moe_combine_eager(y, expert, slot, weights, bucket, out_dtype)
 
 
 @moe_combine_fwd.register_fake
@@ -29,7 +29,7 @@ def moe_combine_bwd(
     y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, dout: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of y and weights."""
-    return moe_combine_backward_reference(y, expert, slot, weights, bucket, dout)
+    return moe_combine_backward_eager(y, expert, slot, weights, bucket, dout)
 
 
 @moe_combine_bwd.register_fake
@@ -84,7 +84,7 @@ def moe_combine(
     """out[b,t] = sum_k weights[b,t,k] y[expert, b*bucket + slot]; a dropped one (slot -1) adds nothing.
 
     y (E, B*bucket, D) float, expert and slot (B,T,K) int64 as returned by moe_dispatch, weights (B,T,K) fp32
-    (or fp64). impl "op" is opaque to the compiler, "reference" is traced.
+    (or fp64). impl "op" is opaque to the compiler, "eager" is traced.
     -> (B,T,D) in out_dtype, y.dtype if None. Multiplied and summed in fp32 (fp64 for fp64), one cast at the
        end.
     Backward: gradients of y (in y.dtype) and of weights (in weights.dtype). B may be symbolic.
@@ -94,5 +94,5 @@ def moe_combine(
     out_dtype = y.dtype if out_dtype is None else out_dtype
     _check(y, expert, slot, weights, bucket, out_dtype, impl)
     impl = resolve_impl(impl, y)
-    function = moe_combine_fwd if impl == "op" else moe_combine_reference
+    function = moe_combine_fwd if impl == "op" else moe_combine_eager
     return function(y, expert, slot, weights, bucket, out_dtype)

@@ -34,7 +34,7 @@ def _rows(expert: Tensor, slot: Tensor, C: int) -> Tensor:
     return (expert.clamp(min=0) * B + sequence) * C + slot.clamp(min=0)
 
 
-def moe_dispatch_reference(
+def moe_dispatch_eager(
     x: Tensor, expert: Tensor, num_experts: int, bucket: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (B,T,D), expert (B,T,K) int64 in 0..E-1, or -1 for none
@@ -54,7 +54,7 @@ def moe_dispatch_reference(
     return padded[:-1].view(E, B * C, D), slot, overflow
 
 
-def moe_dispatch_backward_reference(dpadded: Tensor, expert: Tensor, slot: Tensor, bucket: int) -> Tensor:
+def moe_dispatch_backward_eager(dpadded: Tensor, expert: Tensor, slot: Tensor, bucket: int) -> Tensor:
     """Gradient of x (B,T,D): the sum over a token's K assignments, in fp32 (fp64 for fp64), cast once.
 
     A gather per token, no scatter and no atomics: the result does not depend on thread order.

@@ -6,7 +6,7 @@ B batch, T tokens, D model dim, E experts, K top-k.
 import torch
 from torch import Tensor
 
-from kernels.moe_dispatch.eager import moe_dispatch_backward_reference, moe_dispatch_reference
+from kernels.moe_dispatch.eager import moe_dispatch_backward_eager, moe_dispatch_eager
 from kernels.op_support import check_floating, check_impl, has_shape, opaque_op, resolve_impl
 
 
@@ -15,7 +15,7 @@ def moe_dispatch_fwd(
     x: Tensor, expert: Tensor, num_experts: int, bucket: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return padded (E, B*bucket, D), slot (B,T,K), overflow ()."""
-    return moe_dispatch_reference(x, expert, num_experts, bucket)
+    return moe_dispatch_eager(x, expert, num_experts, bucket)
 
 
 @moe_dispatch_fwd.register_fake
@@ -28,7 +28,7 @@ def _(x, expert, num_experts, bucket):
 @opaque_op()
 def moe_dispatch_bwd(dpadded: Tensor, expert: Tensor, slot: Tensor, bucket: int) -> Tensor:
     """Gradient of x (B,T,D)."""
-    return moe_dispatch_backward_reference(dpadded, expert, slot, bucket)
+    return moe_dispatch_backward_eager(dpadded, expert, slot, bucket)
 
 
 @moe_dispatch_bwd.register_fake
@@ -76,7 +76,7 @@ def moe_dispatch(
 
     x (B,T,D) float, expert (B,T,K) int64 in 0..num_experts-1 (not checked: that would force a device sync), or -1
     for no expert: a null assignment takes no slot and does not count as overflow.
-    Slots are taken in token order, then k order. impl "op" is opaque to the compiler, "reference" is traced
+    Slots are taken in token order, then k order. impl "op" is opaque to the compiler, "eager" is traced
     through.
     -> padded (E, B*bucket, D) in x.dtype: row b*bucket + slot of padded[e] is the token, unused rows are 0;
        slot (B,T,K) int64, -1 if the expert's bucket was full or expert is -1; overflow () int64, dropped assignments.
@@ -86,5 +86,5 @@ def moe_dispatch(
     """
     _check(x, expert, num_experts, bucket, impl)
     impl = resolve_impl(impl, x)
-    function = moe_dispatch_fwd if impl == "op" else moe_dispatch_reference
+    function = moe_dispatch_fwd if impl == "op" else moe_dispatch_eager
     return function(x, expert, num_experts, bucket)

@@ -20,7 +20,7 @@ def _group_mean(u: Tensor, S: int) -> Tensor:
     return u.unflatten(-1, (-1, S)).mean(-1).repeat_interleave(S, dim=-1)
 
 
-def rms_norm_gated_reference(
+def rms_norm_gated_eager(
     x: Tensor,
     gate: Tensor,
     weight: Tensor,
@@ -37,7 +37,7 @@ def rms_norm_gated_reference(
     return (y * silu_gate if norm_before_gate else y).to(x.dtype)
 
 
-def rms_norm_gated_backward_reference(
+def rms_norm_gated_backward_eager(
     x: Tensor, gate: Tensor, weight: Tensor, dy: Tensor, eps: float, group_size: int, norm_before_gate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of (x, gate, weight) from dy (..., D). The norm is recomputed, not saved.

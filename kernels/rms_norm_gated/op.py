@@ -6,7 +6,7 @@ D channels, S group size.
 from torch import Tensor
 
 from kernels.op_support import WITH_PEER, check_floating, check_impl, check_shapes, opaque_op, resolve_impl
-from kernels.rms_norm_gated.eager import rms_norm_gated_backward_reference, rms_norm_gated_reference
+from kernels.rms_norm_gated.eager import rms_norm_gated_backward_eager, rms_norm_gated_eager
 from kernels.rms_norm_gated.upstream import rms_norm_gated_upstream
 
 
@@ -15,7 +15,7 @@ def rms_norm_gated_fwd(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int, norm_before_gate: bool
 ) -> Tensor:
     """Return y (..., D)."""
-    return rms_norm_gated_reference(x, gate, weight, eps, group_size, norm_before_gate)
+    return rms_norm_gated_eager(x, gate, weight, eps, group_size, norm_before_gate)
 
 
 @rms_norm_gated_fwd.register_fake
@@ -28,7 +28,7 @@ def rms_norm_gated_bwd(
     x: Tensor, gate: Tensor, weight: Tensor, dy: Tensor, eps: float, group_size: int, norm_before_gate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, gate, weight."""
-    return rms_norm_gated_backward_reference(x, gate, weight, dy, eps, group_size, norm_before_gate)
+    return rms_norm_gated_backward_eager(x, gate, weight, dy, eps, group_size, norm_before_gate)
 
 
 @rms_norm_gated_bwd.register_fake
@@ -77,7 +77,7 @@ def rms_norm_gated(
     """RMS(x silu(gate)) weight, or with norm_before_gate RMS(x) weight silu(gate).
 
     x and gate (..., D), weight (D,): any float dtypes. group_size: channels that share one RMS, a divisor
-    of D; None is D. impl "op" is opaque to the compiler, "reference" is traced,
+    of D; None is D. impl "op" is opaque to the compiler, "eager" is traced,
     "upstream" is the upstream implementation.
     -> (..., D) in x.dtype; fp32 inside (fp64 for fp64 x).
     Raises ValueError on a wrong shape, dtype, group_size, eps or impl, ImportError if a package is missing.
@@ -87,7 +87,7 @@ def rms_norm_gated(
     impl = resolve_impl(impl, x)
     functions = {
         "op": rms_norm_gated_fwd,
-        "reference": rms_norm_gated_reference,
+        "eager": rms_norm_gated_eager,
         "upstream": rms_norm_gated_upstream,
     }
     return functions[impl](x, gate, weight, eps, S, norm_before_gate)

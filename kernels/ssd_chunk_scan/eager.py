@@ -23,7 +23,7 @@ from kernels._scan import (
 from kernels.ssd_chunk_scan.naive import first_state
 
 
-def ssd_chunk_scan_reference(
+def ssd_chunk_scan_eager(
     x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
     initial_state: Tensor | None = None, chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -41,7 +41,7 @@ def ssd_chunk_scan_reference(
     return to_tokens(y, T).to(x.dtype), final
 
 
-def ssd_chunk_scan_backward_reference(
+def ssd_chunk_scan_backward_eager(
     x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
     initial_state: Tensor, chunk_size: int, dy: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip

@@ -39,7 +39,7 @@ def ssd_chunk_scan_recurrent(
     x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Apply the step token by token; arguments and results as for `ssd_chunk_scan_reference`."""
+    """Apply the step token by token; arguments and results as for `ssd_chunk_scan_eager`."""
     state = first_state(x, Bmat, initial_state)
     keep = ~document_starts(doc_ids)
     outputs = []

@@ -16,7 +16,7 @@ from kernels.op_support import (
     opaque_op,
     resolve_impl,
 )
-from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_backward_reference, ssd_chunk_scan_reference
+from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_backward_eager, ssd_chunk_scan_eager
 from kernels.ssd_chunk_scan.upstream import ssd_chunk_scan_upstream
 
 
@@ -25,7 +25,7 @@ def ssd_chunk_scan_fwd(
     x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
     initial_state: Tensor, chunk_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return ssd_chunk_scan_reference(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
+    return ssd_chunk_scan_eager(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
 
 
 @ssd_chunk_scan_fwd.register_fake
@@ -40,7 +40,7 @@ def ssd_chunk_scan_bwd(
     initial_state: Tensor, chunk_size: int, dy: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = (x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)
-    return ssd_chunk_scan_backward_reference(*inputs, chunk_size, dy, dfinal)
+    return ssd_chunk_scan_backward_eager(*inputs, chunk_size, dy, dfinal)
 
 
 @ssd_chunk_scan_bwd.register_fake
@@ -102,7 +102,7 @@ def ssd_chunk_scan(
     x (B,T,H,P), Bmat and Cmat (B,T,G,N) in one float dtype. In any float dtype: dt (B,T,H) after softplus;
     A (H,) negative; D (H,); initial_state (B,H,P,N), or None for zeros. doc_ids (B,T) int32: h is zeroed
     where the id changes from one token to the next. `chunk_size` (tokens) changes speed and rounding, not the
-    function. impl "op" is opaque to the compiler, "reference" is traced,
+    function. impl "op" is opaque to the compiler, "eager" is traced,
     "upstream" is the upstream implementation.
     -> y (B,T,H,P) in x.dtype, final state (B,H,P,N) in fp32 (fp64 for fp64 x).
     Raises ValueError on a wrong shape, dtype, chunk size or impl, ImportError if a package is missing.
@@ -110,9 +110,9 @@ def ssd_chunk_scan(
     """
     _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl)
     impl = resolve_impl(impl, x)
-    if impl == "reference":
+    if impl == "eager":
         with autocast_disabled(x):
-            return ssd_chunk_scan_reference(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
+            return ssd_chunk_scan_eager(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
     if impl == "upstream":
         return ssd_chunk_scan_upstream(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)
     if initial_state is None:

@@ -44,5 +44,5 @@ class FormulaOp:
     # Arguments of make_inputs for `refusals`, which gets its result.
     bad: Named = field(default_factory=dict)
     refusals: Callable[..., Sequence[Refusal]]
-    forms: Sequence[str] = ("op", "reference")
+    forms: Sequence[str] = ("op", "eager")
     rounding: float = 1e-12

@@ -59,7 +59,7 @@ def stored(op: str, folder: Path = FIXTURES) -> Named:
 def made(op: str) -> Named:
     """Compute the current arrays of an op. Its inputs are exact in fp32: a run in fp32 starts from the same values."""
     inputs = {n: _as_fp32_holds(t) for n, t in GOLDEN[op].inputs().items()}
-    outputs = _outputs(op, inputs, impl="reference")
+    outputs = _outputs(op, inputs, impl="eager")
     g = torch.Generator().manual_seed(1)
     floats = {n: t for n, t in outputs.items() if t.is_floating_point()}
     arrays = {f"input.{n}": t for n, t in inputs.items()}
@@ -68,7 +68,7 @@ def made(op: str) -> Named:
 
 
 def results(
-    op: str, arrays: Named, impl: str = "reference", dtype: torch.dtype = torch.float64, device: str = "cpu"
+    op: str, arrays: Named, impl: str = "eager", dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> Named:
     """Return output.* and grad.*, of the weighted sum of the outputs, from the input.* and weight.* among the arrays.
 

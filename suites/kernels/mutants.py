@@ -187,7 +187,7 @@ def _mamba3(module: Any, chunk_size: int, faults: Faults) -> Subject:
 
         return run
 
-    chunked, whole = module.SCAN.of(chunk_size), module.SCAN.of(64, impl="reference")
+    chunked, whole = module.SCAN.of(chunk_size), module.SCAN.of(64, impl="eager")
     common = {
         "dropped document reset": _dropped_reset,
         "bf16 state": _bf16_state(chunked, module.PER_TOKEN, module.STATE),

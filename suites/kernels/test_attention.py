@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.attention import attention, attention_mask, attention_reference, qk_norm, rope
+from kernels.attention import attention, attention_eager, attention_mask, qk_norm, rope
 from kernels.attention.naive import attention_naive
 from suites.kernels.inputs.attention import CASES, make_inputs
 from suites.support.comparison import DTYPES, doubled, error, error_ratios, report_cases
@@ -50,7 +50,7 @@ def rounding_bound(q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
 def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
     inputs = make_inputs(dtype=DTYPES[dtype], device=lane.device)
     ratios = {
-        case: error_ratios(attention, attention_naive, attention_reference, inputs, **options)
+        case: error_ratios(attention, attention_naive, attention_eager, inputs, **options)
         for case, options in CASES.items()
     }
     report_cases(row, f"kernels/attention-{lane.name}-{dtype}", ratios)
@@ -61,7 +61,7 @@ def report_whole_tiles(lane: Lane, P: int, dtype: str, row) -> None:
     narrow = torch.bfloat16 if dtype == "bf16" else torch.float16
     inputs = make_inputs(T=384, P=P, Hq=6, dtype=narrow, device=lane.device)
     ratios = {
-        case: error_ratios(attention, attention_naive, attention_reference, inputs, **options)
+        case: error_ratios(attention, attention_naive, attention_eager, inputs, **options)
         for case, options in WHOLE_TILES.items()
     }
     report_cases(row, f"kernels/attention-P{P}-whole_tiles-{str(narrow).removeprefix('torch.')}", ratios)
@@ -98,7 +98,7 @@ def test_nan_of_a_key_reaches_the_queries_that_see_it(lane: Lane, P: int, softca
 def test_fp32_error_is_rounding_only(lane: Lane):
     q, k, v, doc_ids = inputs = make_inputs(dtype=torch.float32, device=lane.device)
     options = {"scale": 0.4, "softcap": 2.0, "window": 7}
-    oracle = attention_reference(*doubled(inputs), **options)
+    oracle = attention_eager(*doubled(inputs), **options)
     bound = rounding_bound(q, k, v, 0.4)
     assert bound < 1e-3
     assert error(attention(*inputs, **options), oracle)[0] <= bound
@@ -119,7 +119,7 @@ def test_fp32_error_is_rounding_only(lane: Lane):
 def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane, case: str):
     """Only the plain-torch form: a tensor-core kernel may round its weights before they are multiplied with v."""
     q, k, v, _ = inputs = make_inputs(dtype=torch.bfloat16)
-    oracle = attention_reference(*doubled(inputs), **CASES[case])
+    oracle = attention_eager(*doubled(inputs), **CASES[case])
     bound = 2**-8 * oracle.abs() + rounding_bound(q, k, v, CASES[case].get("scale", 0.25))
     assert ((attention(*inputs, **CASES[case]) - oracle).abs() <= bound).all()
     assert ((attention_naive(*inputs, **CASES[case]) - oracle).abs() > bound).any()

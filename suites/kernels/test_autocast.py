@@ -48,9 +48,9 @@ OPS: dict[str, Callable[..., Any]] = {
     "ssd_chunk_scan": ssd_chunk_scan,
 }
 INLINED = {
-    "m2rnn": partial(m2rnn, impl="reference"),
-    "mamba3_siso": flat(mamba3_siso, Mamba3State, impl="reference"),
-    "ssd_chunk_scan": partial(ssd_chunk_scan, impl="reference"),
+    "m2rnn": partial(m2rnn, impl="eager"),
+    "mamba3_siso": flat(mamba3_siso, Mamba3State, impl="eager"),
+    "ssd_chunk_scan": partial(ssd_chunk_scan, impl="eager"),
 }
 # The ops with matrix products that would run; m2rnn's lerp rejects a bf16 product with fp32. The other ops have nothing
 # that autocast on the CPU would cast.

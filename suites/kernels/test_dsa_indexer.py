@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.dsa_indexer import (
     dsa_attention,
-    dsa_attention_reference,
+    dsa_attention_eager,
     dsa_indexer,
     dsa_scores,
 )
@@ -68,7 +68,7 @@ def test_selected_keys_follow_the_definition(lane: Lane, top_k: int):
     dots = torch.relu(torch.einsum("btji,bsi->bjts", q, k))
     scores = (weights.mT.unsqueeze(-1) * dots).sum(1)
     expected = chosen_one_by_one(scores.cpu(), doc_ids.cpu(), top_k)
-    for impl in ("op", "reference"):
+    for impl in ("op", "eager"):
         found = dsa_indexer(*inputs, top_k=top_k, impl=impl)
         assert found.dtype == torch.int32
         assert torch.equal(found.cpu(), expected)
@@ -125,7 +125,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
         return pooled(dict(zip(names, gradients(function, *inputs, **CASES[case]))) for case in CASES)
 
     problems = [make_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
-    oracle = pooled(run(dsa_attention_reference, doubled(inputs)) for inputs in problems)
+    oracle = pooled(run(dsa_attention_eager, doubled(inputs)) for inputs in problems)
     plain = pooled(run(dsa_attention_naive, inputs) for inputs in problems)
     found = pooled(run(dsa_attention, inputs) for inputs in problems)
     assert all(t.dtype == DTYPES[dtype] for t in found.values())
@@ -137,7 +137,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 @lanes("cpu", "h200")
 def test_wide_heads_are_as_accurate(lane: Lane):
     inputs = make_inputs(P=128, T=70, K=40, dtype=torch.bfloat16, device=lane.device)
-    ratios = error_ratios(dsa_attention, dsa_attention_naive, dsa_attention_reference, inputs, softcap=2.0)
+    ratios = error_ratios(dsa_attention, dsa_attention_naive, dsa_attention_eager, inputs, softcap=2.0)
     assert ratios.forward <= AT_MOST["forward"]
     assert ratios.gradient <= AT_MOST["gradient"]
 
@@ -146,7 +146,7 @@ def test_wide_heads_are_as_accurate(lane: Lane):
 def test_fp32_error_is_rounding_only(lane: Lane):
     q, k, v, indices = inputs = make_inputs(dtype=torch.float32, device=lane.device)
     options = {"scale": 0.4, "softcap": 2.0}
-    oracle = dsa_attention_reference(*doubled(inputs), **options)
+    oracle = dsa_attention_eager(*doubled(inputs), **options)
     bound = rounding_bound(q, k, v, 0.4, 7)
     assert bound < 1e-3
     assert error(dsa_attention(*inputs, **options), oracle)[0] <= bound
@@ -250,7 +250,7 @@ def test_query_without_keys_gives_zeros(lane: Lane):
     q, k, v, indices = make_inputs(dtype=torch.float32, device=lane.device)
     indices[:, 5] = -1
     indices[:, :, 0] = torch.where(indices[:, :, 0] == 5, -1, indices[:, :, 0])
-    for impl in ("op", "reference"):
+    for impl in ("op", "eager"):
         out, dq, dk, dv = gradients(dsa_attention, q, k, v, indices, softcap=2.0, impl=impl)
         assert not out[:, 5].any()
         assert not dq[:, 5].any()

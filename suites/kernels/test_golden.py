@@ -27,7 +27,7 @@ def test_every_op_equals_its_golden_arrays_in_fp64(lane: Lane, row):
         arrays = stored(op) if op in GOLDEN else {}
         expected = {n: t for n, t in arrays.items() if n.startswith(("output.", "grad."))}
         lines = [] if expected else ["no fixture"]
-        for impl in ("reference", "op") if expected else ():
+        for impl in ("eager", "op") if expected else ():
             found = results(op, arrays, impl, device=lane.device)
             lines += [f"{impl}: {line}" for line in differences(found, expected, RELATIVE)]
             compared += sum(t.numel() for t in found.values())

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.mla import mla, mla_absorbed, mla_reference
+from kernels.mla import mla, mla_absorbed, mla_eager
 from kernels.mla.naive import mla_naive, seen_by
 from suites.kernels.inputs.mla import CASES, NAMES, OP, make_inputs, refusals
 from suites.support.comparison import (
@@ -61,7 +61,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
         )
 
     problems = [make_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
-    oracle = pooled(run(mla_reference, doubled(inputs)) for inputs in problems)
+    oracle = pooled(run(mla_eager, doubled(inputs)) for inputs in problems)
     plain = pooled(run(mla_naive, inputs) for inputs in problems)
     found = pooled(run(mla, inputs) for inputs in problems)
     assert all(t.dtype == DTYPES[dtype] for t in found.values())
@@ -77,7 +77,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 def test_other_tiles_are_as_accurate(lane: Lane, size: dict[str, int]):
     """1035 tokens: a block of queries has full blocks of keys, in a document that begins inside a block."""
     inputs = make_inputs(dtype=torch.bfloat16, device=lane.device, **size)
-    ratios = error_ratios(mla, mla_naive, mla_reference, inputs, softcap=2.0)
+    ratios = error_ratios(mla, mla_naive, mla_eager, inputs, softcap=2.0)
     assert ratios.forward <= AT_MOST["forward"]
     assert ratios.gradient <= AT_MOST["gradient"]
 
@@ -87,7 +87,7 @@ def test_fp32_error_is_rounding_only(lane: Lane):
     inputs = make_inputs(dtype=torch.float32, device=lane.device)
     q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids = inputs
     options = {"scale": 0.2, "softcap": 2.0}
-    oracle = mla_reference(*doubled(inputs), **options)
+    oracle = mla_eager(*doubled(inputs), **options)
     bound = rounding_bound(*inputs[:-1], 0.2)
     assert bound < 5e-3
     assert error(mla(*inputs, **options), oracle)[0] <= bound
@@ -112,7 +112,7 @@ def test_fp32_error_is_rounding_only(lane: Lane):
 def test_bf16_is_computed_in_fp32_and_cast_once(lane: Lane, case: str):
     """Only the plain-torch forms: a tensor-core kernel rounds its keys, its values and its weights."""
     inputs = make_inputs(dtype=torch.bfloat16)
-    oracle = mla_reference(*doubled(inputs), **CASES[case])
+    oracle = mla_eager(*doubled(inputs), **CASES[case])
     bound = 2**-8 * oracle.abs() + rounding_bound(*inputs[:-1], CASES[case].get("scale", 0.25))
     for form in (mla, mla_absorbed):
         assert ((form(*inputs, **CASES[case]) - oracle).abs() <= bound).all()
@@ -153,7 +153,7 @@ def test_tensors_saved_for_backward_hold_no_keys_or_values(lane: Lane):
         return sum(sizes.values()) - expected
 
     assert kept("op") == 0
-    assert kept("reference") > B * H * T * T
+    assert kept("eager") > B * H * T * T
 
 
 @lanes("cpu", "h200")

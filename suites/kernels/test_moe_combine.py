@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kernels.moe_combine import moe_combine, moe_combine_reference
+from kernels.moe_combine import moe_combine, moe_combine_eager
 from kernels.moe_combine.naive import moe_combine_naive
 from kernels.moe_dispatch import moe_dispatch
 from suites.kernels.inputs.moe_combine import Inputs, make_inputs
@@ -97,7 +97,7 @@ def test_graph_has_fp32_product_and_accumulator(lane: Lane):
         values = [(str(n.target), n.meta["val"].dtype) for n in calls if n.meta["val"].is_floating_point()]
         return [name for name, _ in values], [name for name, dtype in values if dtype != torch.float32]
 
-    every, low = narrow(moe_combine_reference)
+    every, low = narrow(moe_combine_eager)
     assert every == ["aten.mul.Tensor", "aten.index_add.default"]
     assert not low
     assert narrow(moe_combine_naive)[1]
@@ -137,7 +137,7 @@ def test_op_contract(lane: Lane):
 
 
 @lanes("cpu", "h200")
-@pytest.mark.parametrize("impl", ["op", "reference"])
+@pytest.mark.parametrize("impl", ["op", "eager"])
 def test_dispatch_and_combine_compile_to_one_graph(lane: Lane, impl: str):
     """Dispatch, one product per expert, combine: the path through an E block."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels.moe_combine import moe_combine
-from kernels.moe_dispatch import moe_dispatch, moe_dispatch_backward_reference, moe_dispatch_reference
+from kernels.moe_dispatch import moe_dispatch, moe_dispatch_backward_eager, moe_dispatch_eager
 from kernels.moe_dispatch.naive import moe_dispatch_naive
 from suites.kernels.inputs.moe_dispatch import E, make_inputs
 from suites.support.comparison import DTYPES, error_ratio, gradients, random_weights, ratio_row
@@ -82,7 +82,7 @@ def test_equals_the_loop(lane: Lane, seed: int, B: int, T: int, K: int, C: int):
     some_null = expert.where(expert != 1, -1)
     for ids in (expert, repeated, some_null, torch.full_like(expert, -1)):
         expected = moe_dispatch_naive(x, ids, E, C)
-        for impl in ("op", "reference"):
+        for impl in ("op", "eager"):
             for ours, theirs in zip(moe_dispatch(x, ids, E, C, impl=impl), expected):
                 assert torch.equal(ours, theirs)
 
@@ -119,7 +119,7 @@ def test_gradient_error_is_at_most_that_of_the_plain_sum(lane: Lane, dtype: str,
     assert found.dtype == DTYPES[dtype]
     # The oracle uses the weighting of the low precision: its fp64 sum has the same rounded terms.
     leaf = x.double().requires_grad_()
-    padded, _, _ = moe_dispatch_reference(leaf, expert, E, 32)
+    padded, _, _ = moe_dispatch_eager(leaf, expert, E, 32)
     (terms,) = random_weights([padded.to(x.dtype)])
     (oracle,) = torch.autograd.grad(padded, leaf, terms.double())
     ratio_row(
@@ -139,7 +139,7 @@ def test_backward_graph_has_an_fp32_sum(lane: Lane):
     """Read from the graph: a bf16 sum in torch is fp32 inside, so that the values cannot show it."""
     x, expert = make_inputs(dtype=torch.bfloat16)
     padded, slot, _ = moe_dispatch(x, expert, E, 4)
-    graph = make_fx(lambda *t: moe_dispatch_backward_reference(*t, 4))(padded, expert, slot).graph
+    graph = make_fx(lambda *t: moe_dispatch_backward_eager(*t, 4))(padded, expert, slot).graph
     sums = [n.meta["val"].dtype for n in graph.nodes if str(n.target).startswith("aten.sum")]
     assert sums == [torch.float32]
 
@@ -150,7 +150,7 @@ def test_gradient_equals_autograd_of_the_reference_and_the_loop(lane: Lane, buck
     x, expert = make_inputs(dtype=torch.float64, device=lane.device)
     found = gradient(moe_dispatch, x, expert, bucket)
     torch.testing.assert_close(found, gradient_by_loop(x, expert, bucket), rtol=1e-13, atol=1e-13)
-    reference = gradient(partial(moe_dispatch, impl="reference"), x, expert, bucket)
+    reference = gradient(partial(moe_dispatch, impl="eager"), x, expert, bucket)
     torch.testing.assert_close(found, reference, rtol=1e-13, atol=1e-13)
     assert (found == 0).all(-1).any() == (bucket == 2)  # a token that lost all its slots has no gradient
 
@@ -172,7 +172,7 @@ def test_op_contract(lane: Lane):
 
 
 @lanes("cpu", "h200")
-@pytest.mark.parametrize("impl", ["op", "reference"])
+@pytest.mark.parametrize("impl", ["op", "eager"])
 def test_one_graph_for_every_batch_and_every_routing(lane: Lane, impl: str, row, canaries):
     def train(dispatch, inputs):
         return gradients(dispatch, *inputs, E, 4)

@@ -112,9 +112,9 @@ def test_peer_computes_the_same_function(lane: Lane, name: str, request, row):
     if name in TUNED:
         keep_winners()
     given = inputs(lane.device)
-    exact = gradients(partial(function, impl="reference"), *doubled(given))
+    exact = gradients(partial(function, impl="eager"), *doubled(given))
     with OperandsIn(BF16):
-        plain = gradients(partial(function, impl="reference"), *given)
+        plain = gradients(partial(function, impl="eager"), *given)
     for impl, factor in (("op", 3.0), ("upstream", 20.0)):
         found = gradients(partial(function, impl=impl), *given)
         ratios = [error_ratio(*three) for three in zip(found, plain, exact, strict=True)]
@@ -125,7 +125,7 @@ def test_peer_computes_the_same_function(lane: Lane, name: str, request, row):
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 9}, {"scale": 0.3}])
 def test_sdpa_computes_the_same_function(lane: Lane, options: dict[str, Any]):
     inputs = op_inputs.attention.make_inputs(device=lane.device)
-    expected = gradients(partial(attention, impl="reference"), *inputs, **options)
+    expected = gradients(partial(attention, impl="eager"), *inputs, **options)
     for found, exact in zip(gradients(partial(attention, impl="sdpa"), *inputs, **options), expected):
         torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
     with pytest.raises(ValueError, match="'sdpa' has no softcap"):
@@ -151,10 +151,10 @@ def test_flex_with_score_mod_computes_the_same_function(lane: Lane, options: dic
     reset_dynamo()
     inputs = op_inputs.attention.make_inputs(device=lane.device)
     with torch.no_grad():
-        expected, found = (attention(*inputs, **options, impl=impl) for impl in ("reference", "flex"))
+        expected, found = (attention(*inputs, **options, impl=impl) for impl in ("eager", "flex"))
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
         if softcap := options.get("softcap"):
-            other = attention(*inputs, **options | {"softcap": softcap * 1.03}, impl="reference")
+            other = attention(*inputs, **options | {"softcap": softcap * 1.03}, impl="eager")
             assert not torch.allclose(found, other, rtol=1e-4)
 
 
@@ -257,7 +257,7 @@ def test_fa4_tuple_is_unwrapped_before_the_cast(lane: Lane, fa4: FakeFA4):
 def test_fa4_takes_the_softcap_as_a_score_mod(lane: Lane, fa4: FakeFA4, softcap: float):
     q, k, v, doc_ids = op_inputs.attention.make_inputs(T=32, P=16, dtype=torch.float64)
     inputs = q, k, v, torch.zeros_like(doc_ids)
-    expected = gradients(partial(attention, impl="reference"), *inputs, softcap=softcap)
+    expected = gradients(partial(attention, impl="eager"), *inputs, softcap=softcap)
     found = gradients(partial(attention, impl="fa4"), *inputs, softcap=softcap)
     for mine, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-9, atol=1e-9)

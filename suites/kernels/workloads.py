@@ -53,7 +53,7 @@ def by_impl(
     function: Callable[..., Any], peer: bool = True, **options: Any
 ) -> tuple[Callable[..., Any], ...]:
     """Return op, reference and peer of a public function with these options."""
-    impls = ("op", "reference", "upstream") if peer else ("op", "reference")
+    impls = ("op", "eager", "upstream") if peer else ("op", "eager")
     return *(partial(function, impl=impl, **options) for impl in impls), *(() if peer else (None,))
 
 
@@ -148,7 +148,7 @@ def dsa_loss_case(B: int) -> Case:
     scored, forward = 2 * B * T * K * J * P, streaming(inputs, (written, written)).forward_bytes
     flops = scored + 2 * B * T * K * Hq * P
     both = forward + size(written) + 2 * size(*index) + size(indices)
-    op, reference = (partial(learn, impl=impl) for impl in ("op", "reference"))
+    op, reference = (partial(learn, impl=impl) for impl in ("op", "eager"))
     return Case(op, reference, None, inputs, Work(forward, both, flops, flops + 3 * scored))
 
 

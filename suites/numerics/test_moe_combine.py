@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kernels.moe_combine import moe_combine, moe_combine_reference
+from kernels.moe_combine import moe_combine, moe_combine_eager
 from suites.support.lanes import Lane, lanes
 
 T, D, E, K = 512, 128, 64, 6
@@ -65,7 +65,7 @@ def test_error_before_the_cast(lane: Lane, kind: str, row) -> None:
 @lanes("cpu")
 def test_accumulator_dtype_in_the_graph(lane: Lane, row) -> None:
     y, expert, slot, weights, bucket = routed("random")
-    graph = make_fx(lambda *a: moe_combine_reference(*a, bucket))(y, expert, slot, weights)
+    graph = make_fx(lambda *a: moe_combine_eager(*a, bucket))(y, expert, slot, weights)
     sums = (
         "aten.index_add",
         "aten.scatter_add",

@@ -99,14 +99,14 @@ MUTANTS = (
         (
             (
                 "kernels/rms_norm_gated/op.py",
-                "    return rms_norm_gated_backward_reference(x, gate,",
+                "    return rms_norm_gated_backward_eager(x, gate,",
                 "    return with_nan(x, gate,",
             ),
             (
                 "kernels/rms_norm_gated/op.py",
                 "@opaque_op()\ndef rms_norm_gated_bwd(",
                 "def with_nan(x, *rest):\n"
-                "    dx, *others = rms_norm_gated_backward_reference(x, *rest)\n"
+                "    dx, *others = rms_norm_gated_backward_eager(x, *rest)\n"
                 '    return dx, *(g * float("nan") if str(x.dtype) == "torch.bfloat16" else g for g in others)\n'
                 "\n\n@opaque_op()\ndef rms_norm_gated_bwd(",
             ),

@@ -54,5 +54,5 @@ OP = FormulaOp(
     batches=[{"spare": spare} for spare in (2, 3, 5)],
     dynamic=(0,),
     refusals=refusals,
-    forms=("op", "reference", "padded"),
+    forms=("op", "eager", "padded"),
 )

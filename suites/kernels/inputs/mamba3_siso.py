@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.mamba3_siso import Mamba3State, mamba3_siso, mamba3_siso_recurrent, mamba3_siso_step
-from kernels.ssd_chunk_scan import ssd_chunk_scan_reference
+from kernels.ssd_chunk_scan import ssd_chunk_scan_eager
 from suites.kernels.scan_op import ScanOp, flat, packed, stepped
 from suites.support.comparison import Named, doubled
 from suites.support.scans import documents
@@ -76,7 +76,7 @@ def scaled_k_in_mamba2(inputs: Named) -> Tensor:
     """A fault: scale k, and pass -adt as dt to the Mamba-2 scan, which then weights v with it as well."""
     i, (scale, _) = inputs, trapezoid(inputs)
     q, k = biased(i, "q"), biased(i, "k") * scale[..., None]
-    y, _ = ssd_chunk_scan_reference(i["v"], -i["adt"], -torch.ones_like(i["D"]), k, q, i["D"], i["doc_ids"])
+    y, _ = ssd_chunk_scan_eager(i["v"], -i["adt"], -torch.ones_like(i["D"]), k, q, i["D"], i["doc_ids"])
     return y * F.silu(i["z"])
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kernels.ssd_chunk_scan import (
     ssd_chunk_scan,
+    ssd_chunk_scan_eager,
     ssd_chunk_scan_recurrent,
-    ssd_chunk_scan_reference,
     ssd_chunk_scan_step,
 )
 from suites.kernels.scan_op import ScanOp, packed
@@ -64,7 +64,7 @@ def without_carry(**inputs: Tensor) -> tuple[Tensor, Tensor]:
     zero = torch.zeros_like(inputs["initial_state"])
     starts = range(0, inputs["x"].shape[1], 16)
     chunks = [cut(inputs, slice(t, t + 16), PER_TOKEN) | {"initial_state": zero} for t in starts]
-    parts = [ssd_chunk_scan_reference(**chunk) for chunk in chunks]
+    parts = [ssd_chunk_scan_eager(**chunk) for chunk in chunks]
     return torch.cat([y for y, _ in parts], 1), parts[-1][1]
 
 

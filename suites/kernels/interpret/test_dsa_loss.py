@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.dsa_indexer import kernel
-from kernels.dsa_indexer.eager import dsa_distribution_reference
+from kernels.dsa_indexer.eager import dsa_distribution_eager
 from suites.kernels.interpret.ops.dsa_loss import OP, TARGET
 from suites.support.comparison import AT_MOST, doubled, error_ratio
 from suites.support.lanes import Lane, lanes
@@ -31,8 +31,8 @@ def test_target_of_fp16_inputs_has_fp32_accuracy(lane: Lane, softcap: float):
     """Their products are exact and the target is fp32; the softcap that suffices for a bf16 P is 9 times as far off."""
     q, k, _, indices, *_ = TARGET.make_inputs(1, 40, 14, 2, 64, 24, torch.float16).values()
     found = kernel.dsa_distribution_fwd_kernel(q, k, indices, 0.125, softcap)
-    plain = dsa_distribution_reference(q.float(), k.float(), indices, 0.125, softcap)
-    oracle = dsa_distribution_reference(*doubled((q, k, indices)), 0.125, softcap)
+    plain = dsa_distribution_eager(q.float(), k.float(), indices, 0.125, softcap)
+    oracle = dsa_distribution_eager(*doubled((q, k, indices)), 0.125, softcap)
     assert found.dtype == torch.float32
     assert error_ratio(found, plain, oracle) < AT_MOST["forward"]
 

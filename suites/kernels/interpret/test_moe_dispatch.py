@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.moe_dispatch import kernel
-from kernels.moe_dispatch.eager import moe_dispatch_reference
+from kernels.moe_dispatch.eager import moe_dispatch_eager
 from suites.kernels.interpret.ops.moe_dispatch import OP, SIZES, routing, values
 from suites.kernels.interpret.ratio import DTYPES
 from suites.support.lanes import Lane, lanes
@@ -22,7 +22,7 @@ def test_rows_slots_and_overflow_equal_reference(lane: Lane, dtype: str, sizes: 
     B, T, K, E, D, C = sizes
     x, expert = values(B, T, D, dtype=DTYPES[dtype]), routing(B, T, K, E)
     found = kernel.moe_dispatch_fwd_kernel(x, expert, E, C)
-    expected = moe_dispatch_reference(x, expert, E, C)
+    expected = moe_dispatch_eager(x, expert, E, C)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
         assert ours.dtype == theirs.dtype

@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
-from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_reference
+from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_eager
 from kernels.ssd_chunk_scan.naive import ssd_chunk_scan_step
 from kernels.ssd_chunk_scan.upstream import INSTALL, load, ssd_chunk_scan_upstream
 from suites.kernels.interpret.ops.ssd_chunk_scan import make_inputs
@@ -87,9 +87,9 @@ def broken(
     *inputs, given = make_op_inputs(dtype, starts)
     inputs.append(given if state else torch.zeros_like(given))
     chunk_size = SIZES[-1]
-    exact = gradients(ssd_chunk_scan_reference, *doubled(inputs), chunk_size=chunk_size)
+    exact = gradients(ssd_chunk_scan_eager, *doubled(inputs), chunk_size=chunk_size)
     with OperandsIn(dtype) if dtype == torch.float16 else nullcontext():
-        plain = gradients(ssd_chunk_scan_reference, *inputs, chunk_size=chunk_size)
+        plain = gradients(ssd_chunk_scan_eager, *inputs, chunk_size=chunk_size)
     return outside(gradients(launch, *inputs, chunk_size=chunk_size), plain, exact)
 
 

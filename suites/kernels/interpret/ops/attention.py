@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention import kernel
-from kernels.attention.eager import attention_backward_reference, attention_forward_with_lse
+from kernels.attention.eager import attention_backward_eager, attention_forward_with_lse
 from suites.kernels.interpret.kernel_op import Case, Fault, KernelOp, Named, passes
 
 # Many blocks at a small T, wider than high and higher than wide.
@@ -54,7 +54,7 @@ def make_inputs(
 OP = KernelOp(
     name="attention",
     launched=passes(kernel.attention_fwd_kernel, kernel.attention_bwd_kernel, "out", "lse"),
-    reference=passes(attention_forward_with_lse, attention_backward_reference, "out", "lse"),
+    reference=passes(attention_forward_with_lse, attention_backward_eager, "out", "lse"),
     make_inputs=make_inputs,
     blocks={(kernel, "_tiles"): lambda P, dtype: TILES},
     cases=[

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels.causal_conv1d import kernel
-from kernels.causal_conv1d.eager import causal_conv1d_backward_reference, causal_conv1d_reference
+from kernels.causal_conv1d.eager import causal_conv1d_backward_eager, causal_conv1d_eager
 from suites.kernels.interpret.kernel_op import Case, Fault, KernelOp, Named, passes
 from suites.kernels.interpret.ratio import DTYPES
 
@@ -30,7 +30,7 @@ def make_inputs(T: int, W: int, dtype: torch.dtype, D: int = 20) -> Named:
 OP = KernelOp(
     name="causal_conv1d",
     launched=passes(kernel.causal_conv1d_fwd_kernel, kernel.causal_conv1d_bwd_kernel),
-    reference=passes(causal_conv1d_reference, causal_conv1d_backward_reference),
+    reference=passes(causal_conv1d_eager, causal_conv1d_backward_eager),
     make_inputs=make_inputs,
     blocks={(kernel, name): getattr(kernel, name) | SMALL for name in ("FORWARD", "BACKWARD")},
     dtypes=tuple(DTYPES),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cross_entropy import kernel
-from kernels.cross_entropy.eager import cross_entropy_backward_reference, cross_entropy_with_sums
+from kernels.cross_entropy.eager import cross_entropy_backward_eager, cross_entropy_with_sums
 from suites.kernels.interpret.kernel_op import Case, Fault, KernelOp, Named, Outputs
 
 # None, "fast" for fp16, "fast" at its limit, "exact".
@@ -53,7 +53,7 @@ def _capped(logits: Tensor) -> Tensor:
 OP = KernelOp(
     name="cross_entropy",
     launched=both_passes(kernel.cross_entropy_fwd_kernel, kernel.cross_entropy_bwd_kernel),
-    reference=both_passes(cross_entropy_with_sums, cross_entropy_backward_reference),
+    reference=both_passes(cross_entropy_with_sums, cross_entropy_backward_eager),
     make_inputs=make_inputs,
     # Tiles of 128 entries, and the fast softcap for all but the smallest vocabulary.
     blocks={(kernel, "LANES"): 32, (kernel, "SMALLEST_FAST_V"): 100},

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.dsa_indexer import kernel
 from kernels.dsa_indexer.eager import (
-    dsa_attention_backward_reference,
+    dsa_attention_backward_eager,
     dsa_attention_forward_with_lse,
     dsa_choice,
 )
@@ -54,7 +54,7 @@ def make_inputs(B: int, T: int, Hq: int, Hkv: int, P: int, K: int, dtype: torch.
 OP = KernelOp(
     name="dsa_indexer",
     launched=passes(kernel.dsa_attention_fwd_kernel, kernel.dsa_attention_bwd_kernel, "out", "lse"),
-    reference=passes(dsa_attention_forward_with_lse, dsa_attention_backward_reference, "out", "lse"),
+    reference=passes(dsa_attention_forward_with_lse, dsa_attention_backward_eager, "out", "lse"),
     make_inputs=make_inputs,
     blocks={(kernel, "_tiles"): lambda *dims: TILES},
     cases=[

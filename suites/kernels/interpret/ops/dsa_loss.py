@@ -9,9 +9,9 @@ import torch
 
 from kernels.dsa_indexer import kernel, kernel_loss
 from kernels.dsa_indexer.eager import (
-    dsa_chosen_scores_backward_reference,
-    dsa_chosen_scores_reference,
-    dsa_distribution_reference,
+    dsa_chosen_scores_backward_eager,
+    dsa_chosen_scores_eager,
+    dsa_distribution_eager,
 )
 from suites.kernels.interpret.kernel_op import Case, Fault, KernelOp, Named, passes
 from suites.kernels.interpret.ops.dsa_indexer import OPTIONS, make_index_inputs, make_inputs
@@ -35,7 +35,7 @@ def make_score_inputs(B: int, T: int, J: int, P: int, K: int, dtype: torch.dtype
 OP = KernelOp(
     name="dsa_indexer_scores",
     launched=passes(kernel.dsa_chosen_scores_fwd_kernel, kernel.dsa_chosen_scores_bwd_kernel),
-    reference=passes(dsa_chosen_scores_reference, dsa_chosen_scores_backward_reference),
+    reference=passes(dsa_chosen_scores_eager, dsa_chosen_scores_backward_eager),
     make_inputs=make_score_inputs,
     blocks=BLOCKS,
     cases=[*map(Case, SIZES), Case((1, 66, 9, 16, 65), dtypes=("fp16",), gpu_blocks=True)],
@@ -53,7 +53,7 @@ OP = KernelOp(
 TARGET = KernelOp(
     name="dsa_indexer_target",
     launched=passes(kernel.dsa_distribution_fwd_kernel),
-    reference=passes(dsa_distribution_reference),
+    reference=passes(dsa_distribution_eager),
     make_inputs=make_inputs,
     blocks=BLOCKS,
     cases=TARGET_CASES,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.grouped_gemm import kernel
-from kernels.grouped_gemm.eager import grouped_gemm_backward_reference, grouped_gemm_reference
+from kernels.grouped_gemm.eager import grouped_gemm_backward_eager, grouped_gemm_eager
 from suites.kernels.interpret.kernel_op import Case, Fault, KernelOp, Named, Outputs, passes
 
 # Chunks of 32, in wide tiles one way and in tall tiles the other; then two that no descriptor fits.
@@ -40,7 +40,7 @@ def unassigned(arguments: Named, y: Tensor, dx: Tensor, dweight: Tensor) -> Outp
 OP = KernelOp(
     name="grouped_gemm",
     launched=passes(kernel.grouped_gemm_fwd_kernel, kernel.grouped_gemm_bwd_kernel),
-    reference=passes(grouped_gemm_reference, grouped_gemm_backward_reference),
+    reference=passes(grouped_gemm_eager, grouped_gemm_backward_eager),
     make_inputs=make_inputs,
     blocks={
         (kernel, "PROGRAMS"): 3,

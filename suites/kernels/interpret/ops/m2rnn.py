@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.m2rnn import kernel
-from kernels.m2rnn.eager import m2rnn_backward_reference, m2rnn_forward_with_states
+from kernels.m2rnn.eager import m2rnn_backward_eager, m2rnn_forward_with_states
 from suites.kernels.interpret.kernel_op import Case, Fault, KernelOp, Named, Outputs, passes
 from suites.kernels.interpret.ratio import DTYPES
 
@@ -42,7 +42,7 @@ def forward_reference(q, k, v, W, f, doc_ids, h0) -> Outputs:
 OP = KernelOp(
     name="m2rnn",
     launched=passes(kernel.m2rnn_fwd_kernel, kernel.m2rnn_bwd_kernel, "y", "final", "states"),
-    reference=passes(forward_reference, m2rnn_backward_reference, "y", "final", "states"),
+    reference=passes(forward_reference, m2rnn_backward_eager, "y", "final", "states"),
     make_inputs=make_inputs,
     dtypes=tuple(DTYPES),
     cases=[*map(Case, SIZES)],

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.mamba3_siso import kernel, kernel_forward
-from kernels.mamba3_siso.eager import mamba3_siso_backward_reference, mamba3_siso_reference
+from kernels.mamba3_siso.eager import mamba3_siso_backward_eager, mamba3_siso_eager
 from kernels.mamba3_siso.naive import Mamba3State
 from suites.kernels.interpret.kernel_op import Case, Fault, KernelOp, Named, Outputs
 from suites.support.scans import documents
@@ -68,8 +68,8 @@ def launched(chunk_size: int, **inputs: Tensor) -> Outputs:
 def reference(chunk_size: int, **inputs: Tensor) -> Outputs:
     tensors = [*inputs.values()]
     given, dy = (*tensors[:12], Mamba3State(*tensors[12:16]), chunk_size), tensors[16]
-    y, final = mamba3_siso_reference(*given)
-    gradients = [*mamba3_siso_backward_reference(*given, dy, Mamba3State(*tensors[17:]))]
+    y, final = mamba3_siso_eager(*given)
+    gradients = [*mamba3_siso_backward_eager(*given, dy, Mamba3State(*tensors[17:]))]
     gradients[10] = gradients[10].to(dy.dtype)
     return y, *final, *gradients
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels.mla import kernel
-from kernels.mla.eager import mla_backward_reference, mla_forward_with_lse
+from kernels.mla.eager import mla_backward_eager, mla_forward_with_lse
 from suites.kernels.interpret.kernel_op import Case, Fault, KernelOp, Named, Outputs, passes
 from suites.support.reduce import largest
 
@@ -51,7 +51,7 @@ def terms(oracle: Outputs) -> float:
 OP = KernelOp(
     name="mla",
     launched=passes(kernel.mla_fwd_kernel, kernel.mla_bwd_kernel, "out", "lse"),
-    reference=passes(mla_forward_with_lse, mla_backward_reference, "out", "lse"),
+    reference=passes(mla_forward_with_lse, mla_backward_eager, "out", "lse"),
     make_inputs=make_inputs,
     blocks={(kernel, "_tiles"): lambda *dims: TILES},
     cases=[

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe_combine import kernel
-from kernels.moe_combine.eager import moe_combine_backward_reference, moe_combine_reference
+from kernels.moe_combine.eager import moe_combine_backward_eager, moe_combine_eager
 from suites.kernels.interpret.kernel_op import Case, Fault, KernelOp, Named, passes
 from suites.kernels.interpret.ratio import DTYPES
 
@@ -36,7 +36,7 @@ def forward(y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: in
 OP = KernelOp(
     name="moe_combine",
     launched=passes(forward, kernel.moe_combine_bwd_kernel),
-    reference=passes(moe_combine_reference, moe_combine_backward_reference),
+    reference=passes(moe_combine_eager, moe_combine_backward_eager),
     make_inputs=make_inputs,
     blocks={(kernel, name): 16 for name in ("FORWARD_BLOCK", "BACKWARD_BLOCK", "OWNERS_BLOCK")},
     dtypes=tuple(DTYPES),

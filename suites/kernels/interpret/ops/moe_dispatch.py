@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe_dispatch import kernel
-from kernels.moe_dispatch.eager import moe_dispatch_backward_reference, moe_dispatch_reference
+from kernels.moe_dispatch.eager import moe_dispatch_backward_eager, moe_dispatch_eager
 from suites.kernels.interpret.kernel_op import Case, Fault, KernelOp, Named, passes
 from suites.kernels.interpret.ratio import DTYPES
 
@@ -30,14 +30,14 @@ def values(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def make_inputs(B: int, T: int, K: int, E: int, D: int, C: int, dtype: torch.dtype) -> Named:
     expert = routing(B, T, K, E)
-    _, slot, _ = moe_dispatch_reference(torch.zeros(B, T, 1), expert, E, C)
+    _, slot, _ = moe_dispatch_eager(torch.zeros(B, T, 1), expert, E, C)
     return {"dpadded": values(E, B * C, D, dtype=dtype), "expert": expert, "slot": slot, "bucket": C}
 
 
 OP = KernelOp(
     name="moe_dispatch",
     launched=passes(kernel.moe_dispatch_bwd_kernel),
-    reference=passes(moe_dispatch_backward_reference),
+    reference=passes(moe_dispatch_backward_eager),
     make_inputs=make_inputs,
     blocks={(kernel, name): 16 for name in ("SLOTS_BLOCK", "ROWS_BLOCK", "BACKWARD_BLOCK")},
     dtypes=tuple(DTYPES),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.rms_norm_gated import kernel
-from kernels.rms_norm_gated.eager import rms_norm_gated_backward_reference, rms_norm_gated_reference
+from kernels.rms_norm_gated.eager import rms_norm_gated_backward_eager, rms_norm_gated_eager
 from suites.kernels.interpret.kernel_op import Case, Fault, KernelOp, Named, passes
 from suites.kernels.interpret.ratio import DTYPES
 
@@ -37,7 +37,7 @@ def cases(sizes: Sequence[tuple[int, int, int]], dtypes: Sequence[str] = ()) -> 
 OP = KernelOp(
     name="rms_norm_gated",
     launched=passes(kernel.rms_norm_gated_fwd_kernel, kernel.rms_norm_gated_bwd_kernel),
-    reference=passes(rms_norm_gated_reference, rms_norm_gated_backward_reference),
+    reference=passes(rms_norm_gated_eager, rms_norm_gated_backward_eager),
     make_inputs=make_inputs,
     # Several rows per tile if groups are small, several tiles per program, the last one not full.
     blocks={(kernel, "TILE"): 32, (kernel, "FORWARD_WARPS"): 3, (kernel, "BACKWARD_WARPS"): 2},

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ssd_chunk_scan import kernel
-from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_backward_reference, ssd_chunk_scan_reference
+from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_backward_eager, ssd_chunk_scan_eager
 from suites.kernels.interpret.kernel_op import Case, Fault, KernelOp, Named, passes
 from suites.support.scans import documents
 
@@ -44,7 +44,7 @@ def make_inputs(
 OP = KernelOp(
     name="ssd_chunk_scan",
     launched=passes(kernel.ssd_chunk_scan_fwd_kernel, kernel.ssd_chunk_scan_bwd_kernel),
-    reference=passes(ssd_chunk_scan_reference, ssd_chunk_scan_backward_reference),
+    reference=passes(ssd_chunk_scan_eager, ssd_chunk_scan_backward_eager),
     make_inputs=make_inputs,
     # Several programs along every axis: the heads of a group in parts, a last block of heads that is not full.
     blocks={(kernel, "PREPARED_HEADS"): 4, (kernel, "ENOUGH_PROGRAMS"): 8},
