@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core import code
+from bumpgate.core import kernel_code
 from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, load
 from bumpgate.core.rows import Record, Value, read_record
 from suites.support.comparison import AT_MOST
@@ -178,7 +178,7 @@ def counts(rows: Mapping[str, Reviewed], name: str, triton: str) -> list[dict[st
     op, _, shape = name.partition("-")
     end = f"-{shape}-bf16/code"
     named = [row for id, row in rows.items() if id.startswith(f"kernels/{op}.") and id.endswith(end)]
-    return [code.parse(row.values[triton]) for row in named if triton in row.values]
+    return [kernel_code.parse(row.values[triton]) for row in named if triton in row.values]
 
 
 def lines(

@@ -10,15 +10,14 @@ from pathlib import Path
 
 from bumpgate.bisect import blame
 from bumpgate.bisect.answer import Answer
-from bumpgate.bisect.command_probe import last_line
 from bumpgate.bisect.commits import DIGITS, Clone, column, raw
 from bumpgate.bisect.probe import ProbeError
 from bumpgate.core.errors import one_line
 from bumpgate.core.rows import write_atomic
 from bumpgate.env.build import BuildError, Environment, NotInstallable
 from bumpgate.env.request import Request
-from bumpgate.process.interpreter import ChildFault, Interpreter
-from bumpgate.process.runner import IMPORT_SECONDS, child_environment, run_child
+from bumpgate.process.child import ChildFault, Interpreter, last_line, run_child
+from bumpgate.process.runner import IMPORT_SECONDS, child_environment
 
 FOLDER, NOTE = "BUMPGATE_BUILD", "environment.json"
 SKIP, NOT_RUN = 125, (126, 127)

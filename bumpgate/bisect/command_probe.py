@@ -24,9 +24,8 @@ from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.core.errors import one_line, text_lines
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.env.build import Environment
-from bumpgate.process.ending import EndingKind, ending
-from bumpgate.process.runner import child_environment, run_child
-from bumpgate.process.supervise import SIGNALLED
+from bumpgate.process.child import SIGNALLED, EndingKind, ending, last_line, run_child
+from bumpgate.process.runner import child_environment
 
 NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
 # Lines with an exception: the one after the frames of a traceback, and any that begins with the name of an error, as
@@ -114,12 +113,6 @@ def _missing_module(log: Path, environment: Environment) -> str:
     raised = RAISED.findall(log.read_text(encoding="utf-8", errors="replace"))
     missing = NO_MODULE.match(raised[-1]) if raised else None
     return missing[1] if missing and canonicalize_name(missing[1]) not in environment.packages else ""
-
-
-def last_line(log: Path) -> str:
-    """Return the last non-empty line of a log."""
-    lines = _lines(log)
-    return one_line(lines[-1], 120) if lines else "it printed nothing"
 
 
 def _last_lines(reading: Reading) -> tuple[str, ...]:

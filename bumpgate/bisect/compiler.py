@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bumpgate.bisect.command_probe import last_line
 from bumpgate.bisect.probe import fresh_caches
 from bumpgate.core.errors import one_line
 from bumpgate.env.build import Environment
-from bumpgate.process.runner import child_environment, run_child
+from bumpgate.process.child import last_line, run_child
+from bumpgate.process.runner import child_environment
 
 MODULE = "torch._inductor.compiler_bisector"
 DONE = re.compile(r"^Bisection complete: (?:BisectionResult\((.*)\)|(no issue found))$", re.MULTILINE)

@@ -31,7 +31,7 @@ from bumpgate.env.build import Environment
 from bumpgate.env.request import RUNNING, Request, lane_request
 from bumpgate.env.uv import public_url
 from bumpgate.env.versions import FoundVersion, versions
-from bumpgate.process.shell import require_syntax
+from bumpgate.process.child import require_syntax
 
 USAGE, NOTHING_SELECTED = 4, 5
 COMPILING = {"numpy": "numpy", "setuptools": "setuptools<82"}

@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from bumpgate.core.errors import BumpgateError
 from bumpgate.env.build import build
 from bumpgate.env.cached import NOTE
 from bumpgate.env.request import Request, request_key
-from bumpgate.process import supervise
+from bumpgate.process.child import end_group, start
 from bumpgate.process.home import home
 
 # Size of two CUDA builds of torch, unpacked and in uv's cache: nothing is prefetched with less free space.
@@ -55,25 +53,15 @@ class Prefetch:
             return
         source = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-        self._child = subprocess.Popen(
-            [sys.executable, "-I", "-S", supervise.__file__, sys.executable, "-m", __name__, payload],
-            env=os.environ | {"PYTHONPATH": path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-m", __name__, payload]
+        self._child = start(command, environment=os.environ | {"PYTHONPATH": path}, supervised=True)
 
     def stop(self) -> None:
         """Kill the child. An unfinished environment is not in the cache, and its lock is released."""
         self._payload = ""
         if self._child is None:
             return
-        with suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait()
-        if self._child.stdin:
-            self._child.stdin.close()
+        end_group(self._child)
         self._child = None
 
 

@@ -15,7 +15,7 @@ from bumpgate.core.errors import BumpgateError
 from bumpgate.env.build import Environment, NotInstallable
 from bumpgate.env.request import Request
 from bumpgate.env.versions import FoundVersion
-from bumpgate.process.interpreter import ChildFault
+from bumpgate.process.child import ChildFault
 
 
 class PreparedError(BumpgateError):

@@ -24,8 +24,7 @@ from bumpgate.core.findings import Finding
 from bumpgate.core.rows import Record, read_record, write_atomic
 from bumpgate.env.build import BuildError, Environment, NotInstallable, release
 from bumpgate.env.request import Request
-from bumpgate.process.ending import ending
-from bumpgate.process.interpreter import ChildFault, Interpreter
+from bumpgate.process.child import ChildFault, Interpreter, ending
 from bumpgate.process.runner import IMPORT_SECONDS, child_environment
 
 READING, LOG, RECORD = "reading.json", "test.log", "record.json"

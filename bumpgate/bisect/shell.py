@@ -21,8 +21,8 @@ from bumpgate.core.findings import Finding
 from bumpgate.env.build import Environment
 from bumpgate.env.request import Request, without_url
 from bumpgate.env.uv import public_url
+from bumpgate.process.child import SIGNALLED
 from bumpgate.process.runner import child_environment
-from bumpgate.process.supervise import SIGNALLED
 
 CODES = {"good": 0, "bad": 1, "skip": 125}
 WORDS = (*CODES, "retry", "back")

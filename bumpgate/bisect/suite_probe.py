@@ -25,13 +25,12 @@ from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.core.baseline import investigate
 from bumpgate.core.errors import one_line
 from bumpgate.core.findings import PRODUCT, Decision, Finding
-from bumpgate.core.problems import ProblemKind
-from bumpgate.core.rows import ROW_ID, Judgement, Record, Row, Verdict
+from bumpgate.core.rows import ROW_ID, Judgement, ProblemKind, Record, Row, Verdict
 from bumpgate.env import reference
 from bumpgate.env.build import Environment
 from bumpgate.gate.between import ValueChange, change
 from bumpgate.gate.verdict import Side, judge_gate
-from bumpgate.process.ending import ending
+from bumpgate.process.child import ending
 from bumpgate.process.runner import NOTHING_SELECTED, USAGE, LaneRun, by_hand, options_of, run_lane
 
 # Problems in a record that are not a test's fault: a skip, a selection, an interrupt.

@@ -43,7 +43,7 @@ from bumpgate.gate.sides import ROUNDS, TEST_SECONDS
 from bumpgate.gate.timed import Sessions, reading
 from bumpgate.gate.timed import TimedReading as Times
 from bumpgate.gate.verdict import Side, judge_gate
-from bumpgate.process.device import device_lock
+from bumpgate.process.locks import device_lock
 from bumpgate.process.runner import LaneCall, run_lanes
 
 SESSIONS = "sessions.json"

@@ -16,9 +16,8 @@ from typing import Any
 
 from bumpgate.core import lanes
 from bumpgate.core.baseline import Baseline, BaselineError, Failed, judge, violation
-from bumpgate.core.errors import one_line
+from bumpgate.core.errors import is_line, one_line
 from bumpgate.core.rows import ROW_ID, Judgement, Row, Value, Verdict, is_finite, is_number
-from bumpgate.core.text import is_line
 from bumpgate.core.toml import tomllib
 
 FILE = "accepted.toml"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core import code
+from bumpgate.core import kernel_code
 from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.rows import (
     BETTER,
@@ -62,11 +62,11 @@ class Reviewed:
 
     def at(self, triton: str | None) -> Value:
         """Return the reviewed value for a version of triton; for a "code" row, that of the nearest reviewed version."""
-        return self.values[code.nearest(triton or "", self.values)] if self.values else self.value
+        return self.values[kernel_code.nearest(triton or "", self.values)] if self.values else self.value
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as they are in the file."""
-        of_code = {"values": dict(sorted(self.values.items(), key=lambda item: code.numbers(item[0])))}
+        of_code = {"values": dict(sorted(self.values.items(), key=lambda item: kernel_code.numbers(item[0])))}
         fields = {name: getattr(self, name) for name in ROW_FIELDS} | (
             {"work": self.work} if self.work else {}
         )
@@ -88,7 +88,9 @@ class Baseline:
         from one version on.
         """
         rows = {id: row for id, row in self.rows.items() if row.values}
-        nearest = {t: code.nearest(triton or "", self.tritons(t)) for t in {r.test for r in rows.values()}}
+        nearest = {
+            t: kernel_code.nearest(triton or "", self.tritons(t)) for t in {r.test for r in rows.values()}
+        }
         return frozenset(id for id, row in rows.items() if nearest[row.test] not in row.values)
 
     def tritons(self, test: str) -> set[str]:
@@ -348,8 +350,8 @@ def _code(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgeme
     if triton in baseline.tritons(old.test):
         reason = f"not reviewed with triton {triton}: measured {row.value!r} {row.unit}"
         return Judgement(row, Verdict.MISSING, reason, accept(baseline.lane, row.id))
-    other = code.nearest(triton, old.values)
-    found = code.worse(code.parse(old.values[other]), code.parse(row.value))
+    other = kernel_code.nearest(triton, old.values)
+    found = kernel_code.worse(kernel_code.parse(old.values[other]), kernel_code.parse(row.value))
     reason = f"triton {triton} is not reviewed, compared with {other}: "
     if not found:
         return Judgement(row, Verdict.PASS, f"{reason}no worse")
@@ -464,7 +466,7 @@ def _values_fault(values: Any) -> str | None:
         return "values must map versions of triton to counts of the code"
     for version, text in values.items():
         try:
-            code.parse(text)
+            kernel_code.parse(text)
         except ValueError as error:
             return f"triton {version}: {error}"
     return None

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, loads, one_line
 from bumpgate.core.findings import Decision, Finding, TimedOutcome
 from bumpgate.core.rows import Record, is_number, read_record
-from bumpgate.core.text import loads
 
 GATE_SCHEMA = 2
 # Sessions after which an undecided time can be reviewed: the fewest that can call a row SLOWER.

@@ -1,4 +1,4 @@
-"""Rows: one measured value with its id, the verdict on it, and record.json, which carries both onward.
+"""Rows: one measured value with its id, the verdict on it, and record.json, which carries both and a run's problems.
 
 Standard library only: this file must import under any candidate torch, and under none.
 """
@@ -17,10 +17,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from bumpgate.core import code
-from bumpgate.core.errors import BumpgateError, one_line
-from bumpgate.core.problems import Problem
-from bumpgate.core.text import loads
+from bumpgate.core import kernel_code
+from bumpgate.core.errors import BumpgateError, loads, one_line
 
 SCHEMA = 1
 # Of record.json. Schema 1, in which a problem was a line of text, can still be read.
@@ -33,6 +31,16 @@ BETTER = ("exact", "lower", "higher", "derived", "defect", "code")
 MAX_CURVES, MAX_POINTS = 8, 4096
 # Series that paired sessions compare point by point: cost of each round of a timed row, lower is better.
 COST_PER_ROUND = "cost_per_round"
+
+# Values that depend on rounding and on the order of a sum, by name and by unit.
+ERRORS = re.compile(r"error|residual|leak|difference")
+# Ratios that are not of times, errors aside: of losses, and of counts.
+NO_TIMES = re.compile(r"loss_growth|operators")
+# Units of times and rates, and how much worse a single reading must look to be measured again: beyond what two H200s
+# read under one build (ms 2.5 %, fraction 3.4 %, ratios 5.5 %, seconds of a compile next to other tests 31 %, of a
+# kernel's first call 62 %).
+TIMES = {"ms": 1.05, "us": 1.05, "ns": 1.05, "s": 1.4, "fraction": 1.07, "ratio": 1.1}
+RATE = re.compile(r".+/s|tokens")
 
 # None: the instrument returned no value. It is never a good value, and differs from 0.
 Value = int | float | str | bool | None
@@ -94,8 +102,8 @@ class Row:
     better: "exact" any change is red; "lower"/"higher" judged against the baseline with `tolerance`;
         "derived" judged by the expectation alone; "defect" 1 where a known upstream defect is present and 0 where
         it is fixed, with at_most 1 inside the range of versions in which it is known and 0 outside. The first line
-        of its evidence names that range; "code" counts of a kernel's compiled code in one text (bumpgate.core.code),
-        with a reviewed text for each version of triton.
+        of its evidence names that range; "code" counts of a kernel's compiled code in one text
+        (bumpgate.core.kernel_code), with a reviewed text for each version of triton.
     tolerance: relative to the baseline value, 0.02 is 2 %.
     interval: (low, high) around the value, for timed rows.
     instruments: canaries that must have passed for this value to be valid.
@@ -230,6 +238,65 @@ class Judgement:
         return cls(**raw | {"row": row, "verdict": Verdict[raw["verdict"]]})
 
 
+class ProblemKind(Enum):
+    """What happened. Only FAILED, UNCOLLECTED and NOTHING can be a fault of the product."""
+
+    FAILED = "failed"  # a test raised, or reported a row of another test
+    INFRA = "infra"  # the machine stopped a test that has no reviewed rows: no memory, other processes
+    UNCOLLECTED = "uncollected"  # a file could not be imported
+    NOTHING = "nothing"  # nothing was measured: the workers died, or every test was skipped
+    GAP = "gap"  # under --gate: a test was skipped, deselected or not run, or passed where a failure is expected
+    CUT_SHORT = "cut short"  # tests did not finish
+
+
+FAULTS = (ProblemKind.FAILED, ProblemKind.UNCOLLECTED, ProblemKind.NOTHING)
+# Words of the problems in records of schema 1, which were lines of text.
+WORDS = {
+    ": could not be collected: ": ProblemKind.UNCOLLECTED,
+    "under --gate": ProblemKind.GAP,
+    "part of the lane: ": ProblemKind.GAP,
+    "the run was cut short": ProblemKind.CUT_SHORT,
+    "no row measured: ": ProblemKind.NOTHING,
+    "rows missing: ": ProblemKind.NOTHING,
+    "nothing was checked": ProblemKind.NOTHING,
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """test: a node id, or the path of a file; "" if the problem belongs to none. why: one line."""
+
+    test: str
+    kind: ProblemKind
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.test}: {self.why}" if self.test else self.why
+
+    @property
+    def fault(self) -> bool:
+        """Whether the product can have caused it."""
+        return self.kind in FAULTS
+
+    @property
+    def subject(self) -> str:
+        """Key by which the same problem is found in another run: the test, else the kind."""
+        return self.test or self.kind.value
+
+    def to_json(self) -> dict[str, str]:
+        return {"test": self.test, "kind": self.kind.value, "why": self.why}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Problem:
+        """Create a problem from to_json's output, or from a line of schema 1. Raises KeyError or ValueError."""
+        if isinstance(raw, Mapping):
+            return cls(str(raw["test"]), ProblemKind(raw["kind"]), str(raw["why"]))
+        line = str(raw)
+        kind = next((kind for words, kind in WORDS.items() if words in line), ProblemKind.FAILED)
+        test, separator, why = line.partition(": ")
+        return cls(test, kind, why) if separator and ".py" in test else cls("", kind, line)
+
+
 @dataclass(frozen=True)
 class Record:
     """Result of one run: provenance, one judgement per row, and problems that belong to no row.
@@ -326,6 +393,18 @@ def is_finite(value: object) -> TypeGuard[float]:
     return is_number(value) and abs(value) < 1e300
 
 
+def metric(row: Row) -> str:
+    """Return the last part of the row's id."""
+    return row.id.rsplit("/", 1)[1]
+
+
+def is_time(row: Row) -> bool:
+    """Whether readings of this row vary with the machine: a time, a rate, or a ratio of times."""
+    if row.unit == "ratio":
+        return not (ERRORS.search(metric(row)) or NO_TIMES.search(metric(row)))
+    return row.unit in TIMES or RATE.fullmatch(row.unit) is not None
+
+
 def same_value(a: Value, b: Value) -> bool:
     """Return whether two values are equal and both or neither are bools: True != 1, but 13 == 13.0."""
     return isinstance(a, bool) == isinstance(b, bool) and a == b
@@ -379,7 +458,7 @@ def _faults(row: Row) -> Iterable[str]:
         yield "a defect row has value and at_most 0 or 1, and evidence that names its range"
     if row.better == "code" and row.value is not None:
         try:
-            code.parse(row.value)
+            kernel_code.parse(row.value)
         except ValueError as error:
             yield str(error)
     if row.per_build and row.better != "exact":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bumpgate.doctor.findings import Check, Defect, NotRun, Part, Site
 from bumpgate.env.manifest import satisfies
-from bumpgate.process.interpreter import ChildFault, run
+from bumpgate.process.child import ChildFault, run
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, a limit on file sizes
 COMPILE_SECONDS = 120

@@ -19,7 +19,7 @@ from bumpgate.doctor import torch_checks as doctor_torch
 from bumpgate.doctor import version_checks as doctor_versions
 from bumpgate.doctor.findings import Check, CheckResult, Part, Site, Status
 from bumpgate.env import manifest
-from bumpgate.process.interpreter import Interpreter
+from bumpgate.process.child import Interpreter
 
 CHECKS = (*doctor_environment.CHECKS, *doctor_versions.CHECKS, *doctor_torch.CHECKS)
 # Tables of the contract that doctor reads -> the fields of each of their rules, apart from its reason.

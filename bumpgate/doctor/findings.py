@@ -12,7 +12,7 @@ from typing import Any
 from bumpgate.env.inventory import Inventory, take
 from bumpgate.env.manifest import Manifest, ManifestRow
 from bumpgate.env.reference import Reference, of_lane, reference
-from bumpgate.process.interpreter import Interpreter
+from bumpgate.process.child import Interpreter
 
 
 class Status(Enum):

@@ -10,7 +10,7 @@ from bumpgate.core.errors import one_line
 from bumpgate.doctor import abi
 from bumpgate.doctor.findings import Check, Defect, NotRun, Part, Site
 from bumpgate.doctor.version_checks import REBUILD
-from bumpgate.process.interpreter import ChildFault
+from bumpgate.process.child import ChildFault
 
 IMPORT_SECONDS = 180
 CANARY_SECONDS = 600

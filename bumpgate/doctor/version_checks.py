@@ -22,7 +22,7 @@ from bumpgate.env import store
 from bumpgate.env.inventory import Inventory
 from bumpgate.env.locks import lane_lock, read_lock
 from bumpgate.env.manifest import Mismatch, mismatches, release
-from bumpgate.process.interpreter import ChildFault, run
+from bumpgate.process.child import ChildFault, run
 
 DRIVER_SECONDS = 60
 DRIVER_FILE = Path("/proc/driver/nvidia/version")

@@ -21,8 +21,8 @@ from bumpgate.env.cached import Say
 from bumpgate.env.locks import pins, read_lock, wheel_sizes
 from bumpgate.env.request import RUNNING, Request
 from bumpgate.env.uv import run_uv
-from bumpgate.process import interpreter
-from bumpgate.process.interpreter import ChildFault
+from bumpgate.process import child
+from bumpgate.process.child import ChildFault
 
 RESOLUTION = "pylock.toml"
 PYLOCK = ("--preview-features", "pylock")
@@ -136,9 +136,7 @@ class Installation:
     def run_script(self, script: Path) -> None:
         """Run the request's script in the environment; its output goes into the log."""
         try:
-            output = interpreter.run(
-                [str(self.python), "-I", str(script)], self.place, os.environ, SCRIPT_SECONDS
-            )
+            output = child.run([str(self.python), "-I", str(script)], self.place, os.environ, SCRIPT_SECONDS)
         except ChildFault as fault:
             raise BuildError(f"{self.request.title}: {script.name}: {fault}", self.log, str(fault)) from None
         with self.log.open("a", encoding="utf-8") as f:

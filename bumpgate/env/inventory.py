@@ -19,7 +19,7 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from bumpgate.process.interpreter import Interpreter
+from bumpgate.process.child import Interpreter
 
 SECONDS = 60
 VERSION_FILE = "torch/version.py"

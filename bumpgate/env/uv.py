@@ -13,8 +13,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from bumpgate.core.errors import BumpgateError
+from bumpgate.process.child import LoggedChild, run_children
 from bumpgate.process.home import home
-from bumpgate.process.runner import LoggedChild, run_children
 
 # uv ignores PIP_* variables. Each is used only if uv's own variable is unset; pip separates lists by spaces, and uv
 # its find-links by commas.

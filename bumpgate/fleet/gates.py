@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bumpgate.bisect.command_probe import last_line
 from bumpgate.core import gate_file
 from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import BumpgateError
@@ -18,7 +17,7 @@ from bumpgate.core.gate_file import GateFile
 from bumpgate.fleet.engine import Engine, Lost, Task, features
 from bumpgate.fleet.files import folder_on_host, pack, unpack
 from bumpgate.gate.result import NAME
-from bumpgate.process.runner import run_child
+from bumpgate.process.child import last_line, run_child
 from bumpgate.process.tree_digest import bind
 
 LOG = "fleet.log"

@@ -15,8 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.errors import one_line
-from bumpgate.core.extra import need
+from bumpgate.core.errors import need, one_line
 from bumpgate.fleet.engine import (
     PATIENCE,
     POLL_SECONDS,

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.errors import one_line
-from bumpgate.core.extra import need
+from bumpgate.core.errors import need, one_line
 from bumpgate.fleet.engine import (
     PATIENCE,
     POLL_SECONDS,

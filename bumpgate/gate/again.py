@@ -14,9 +14,16 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from bumpgate.core.baseline import violation
-from bumpgate.core.problems import ProblemKind
-from bumpgate.core.rows import Judgement, Record, Verdict, is_finite, read_record, write_record
-from bumpgate.core.times import is_time
+from bumpgate.core.rows import (
+    Judgement,
+    ProblemKind,
+    Record,
+    Verdict,
+    is_finite,
+    is_time,
+    read_record,
+    write_record,
+)
 from bumpgate.gate.between import direction, kinds, timed
 from bumpgate.gate.sides import ROUNDS, TITLES
 from bumpgate.gate.timed import MEASURED

@@ -19,8 +19,7 @@ from pathlib import Path
 from bumpgate.core import accepted, lanes
 from bumpgate.core.errors import one_line
 from bumpgate.core.findings import Finding, group
-from bumpgate.core.problems import Problem
-from bumpgate.core.rows import Record, read_record, write_record
+from bumpgate.core.rows import Problem, Record, read_record, write_record
 from bumpgate.env.freeze import changes
 from bumpgate.gate import drift, kept
 from bumpgate.gate.accepted_times import apply_to_times

@@ -10,11 +10,10 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-from bumpgate.core import code
+from bumpgate.core import kernel_code
 from bumpgate.core.baseline import violation
 from bumpgate.core.findings import SAME_MARGIN
-from bumpgate.core.rows import Judgement, Row, Verdict, is_finite, same_value
-from bumpgate.core.times import ERROR, TIMES, is_time, metric
+from bumpgate.core.rows import ERRORS, TIMES, Judgement, Row, Verdict, is_finite, is_time, metric, same_value
 
 # Of two H200s under one build (baselines/records) 4 of 112 error rows moved, by a factor of 1.83 at most; between torch
 # 2.13.0 and 2.15.0 on the CPU 31 of 55 did, by 1.72 at most. Below a hundredth of its bound an error counts as that
@@ -52,10 +51,10 @@ def change(good: Row, bad: Row) -> ValueChange | None:
     if bad.expected is not None or timed(bad) or same_value(good.value, bad.value):
         return None
     if bad.better == "code":
-        before_counts, after_counts = code.parse(good.value), code.parse(bad.value)
-        if code.worse(before_counts, after_counts):
+        before_counts, after_counts = kernel_code.parse(good.value), kernel_code.parse(bad.value)
+        if kernel_code.worse(before_counts, after_counts):
             return ValueChange.WORSE
-        return ValueChange.BETTER if code.worse(after_counts, before_counts) else None
+        return ValueChange.BETTER if kernel_code.worse(after_counts, before_counts) else None
     before, after = good.value, bad.value
     sign = direction(bad)
     if isinstance(before, bool) and isinstance(after, bool) and bad.per_build:
@@ -136,7 +135,7 @@ def _allowed(row: Row) -> tuple[float, float]:
         return PER_BUILD_FACTOR, 0.0
     if is_time(row):
         return BOUNDED_FACTOR if row.at_most is not None else TIMES.get(row.unit, TIMES["ms"]), 0.0
-    if (of_loss := row.unit == "nats" or metric(row) == "loss_growth") or ERROR.search(metric(row)):
+    if (of_loss := row.unit == "nats" or metric(row) == "loss_growth") or ERRORS.search(metric(row)):
         factor = LOSS_FACTOR if of_loss else ERROR_FACTOR
         return factor, OF_BOUND * abs(bound or 0.0)
     if metric(row) == "guard_count":

@@ -20,8 +20,7 @@ from rich.console import Console
 
 from bumpgate.core import accepted, gate_file, lanes
 from bumpgate.core.baseline import find_root
-from bumpgate.core.errors import BumpgateError, one_line
-from bumpgate.core.extra import ExtraMissingError
+from bumpgate.core.errors import BumpgateError, ExtraMissingError, one_line
 from bumpgate.core.findings import Decision, DriftReading
 from bumpgate.core.gate_file import GateFile
 from bumpgate.env import compiled, reference
@@ -37,10 +36,10 @@ from bumpgate.gate.result import Gate, GateConfig, GateError, SideState
 from bumpgate.gate.sides import TITLES, EnvSpec
 from bumpgate.gate.view import View, cut, findings_text
 from bumpgate.history import builds
-from bumpgate.process.device import device_lock
 from bumpgate.process.file_transaction import ADOPTION, interrupted
 from bumpgate.process.gpu_shares import divide, own_cores, requested
 from bumpgate.process.host import gpu_models
+from bumpgate.process.locks import device_lock
 from bumpgate.process.runner import absolute, installed
 from bumpgate.process.tree_digest import Binding, bind, sources_in
 from bumpgate.table import part_of_lane

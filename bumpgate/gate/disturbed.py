@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bumpgate.core.problems import ProblemKind
-from bumpgate.core.rows import Judgement, Record, Row, Verdict
+from bumpgate.core.rows import Judgement, ProblemKind, Record, Row, Verdict
 
 
 def with_disturbed(record: Record, other: Record) -> Record:

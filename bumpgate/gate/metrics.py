@@ -8,7 +8,7 @@ import hashlib
 from pathlib import Path
 
 from bumpgate.core.rows import write_atomic
-from bumpgate.process.shell import require_syntax
+from bumpgate.process.child import require_syntax
 from bumpgate.process.tree_digest import GENERATED
 
 TEST = '''"""Written by `bumpgate gate --command`."""

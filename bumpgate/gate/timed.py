@@ -15,15 +15,23 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from bumpgate.core.findings import NO_REGRESSION, TimedOutcome
-from bumpgate.core.problems import Problem, ProblemKind
-from bumpgate.core.rows import COST_PER_ROUND, Judgement, Record, Row, Verdict, is_finite
-from bumpgate.core.times import is_time
+from bumpgate.core.rows import (
+    COST_PER_ROUND,
+    Judgement,
+    Problem,
+    ProblemKind,
+    Record,
+    Row,
+    Verdict,
+    is_finite,
+    is_time,
+)
 from bumpgate.gate.between import direction, kinds, looks_slower, timed
 from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.modes import p_lost
 from bumpgate.gate.plan import Family, SessionPlan, shares
 from bumpgate.gate.sequential import alternate, decide, log_ratio, log_ratio_of_rounds
-from bumpgate.process.ending import ending
+from bumpgate.process.child import ending
 from bumpgate.process.runner import LaneRun
 
 # Maximum ratio of an interval's ends: a wider one had too few quiet moments to be used as a reading.

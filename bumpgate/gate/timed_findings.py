@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from bumpgate.core.baseline import investigate
 from bumpgate.core.findings import NO_REGRESSION, Decision, Finding, TimedOutcome
-from bumpgate.core.problems import Problem
+from bumpgate.core.rows import Problem
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.timed import Sessions

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from bumpgate.core import code
+from bumpgate.core import kernel_code
 from bumpgate.core.baseline import investigate, tier, violation
 from bumpgate.core.errors import one_line
 from bumpgate.core.findings import (
@@ -26,9 +26,7 @@ from bumpgate.core.findings import (
     group,
 )
 from bumpgate.core.outcomes import skipped_in_both
-from bumpgate.core.problems import ProblemKind
-from bumpgate.core.rows import Judgement, Record, Value, Verdict, is_finite
-from bumpgate.core.times import is_time
+from bumpgate.core.rows import Judgement, ProblemKind, Record, Value, Verdict, is_finite, is_time
 from bumpgate.gate.between import ValueChange, change, direction, kinds, looks_slower, slow_in_both
 from bumpgate.gate.disturbed import with_disturbed
 from bumpgate.gate.drift import Drift
@@ -407,7 +405,9 @@ def _head(good: Judgement | None, bad: Judgement | None) -> str:
     For compiled code, return the names of the worse counts, so that kernels with the same loss share one finding.
     """
     if good and bad and _is_code(good) and _is_code(bad):
-        return ", ".join(code.worse(code.parse(good.row.value), code.parse(bad.row.value)))
+        return ", ".join(
+            kernel_code.worse(kernel_code.parse(good.row.value), kernel_code.parse(bad.row.value))
+        )
     came, went = _only(bad, good), _only(good, bad)
     return one_line(came[0]) if came else f"gone: {one_line(went[0])}" if went else ""
 

@@ -18,12 +18,10 @@ from typing import Any, NamedTuple
 
 from bumpgate.core import gate_file
 from bumpgate.core.accepted import today
-from bumpgate.core.errors import BumpgateError, one_line
-from bumpgate.core.extra import need
+from bumpgate.core.errors import BumpgateError, loads, need, one_line
 from bumpgate.core.findings import Decision, DriftReading
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Judgement, Record, Value, is_finite
-from bumpgate.core.text import loads
 from bumpgate.history import known_findings, schema
 from bumpgate.history.known_findings import FindingError, Known
 from bumpgate.history.schema import PREFIX, TEXTS, VERSION

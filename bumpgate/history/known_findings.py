@@ -18,11 +18,10 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
-from bumpgate.core.errors import BumpgateError
+from bumpgate.core.errors import BumpgateError, loads
 from bumpgate.core.findings import NO_REGRESSION, Decision, Finding, TimedOutcome
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Verdict
-from bumpgate.core.text import loads
 from bumpgate.env.freeze import changes
 
 NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?(?!\w)")

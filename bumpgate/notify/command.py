@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import typer
 from filelock import FileLock
 
-from bumpgate.core.errors import BumpgateError, one_line
-from bumpgate.core.text import loads
+from bumpgate.core.errors import BumpgateError, loads, one_line
 from bumpgate.history.archive import Archive, default_store
 from bumpgate.notify import channels
 from bumpgate.notify.channels import Channel, GitHubIssues, Hook, Posted, Slack

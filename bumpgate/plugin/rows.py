@@ -21,10 +21,9 @@ from packaging.version import InvalidVersion, Version
 
 from bumpgate.core import accepted, rules
 from bumpgate.core.baseline import Baseline, judge, load, other_host
-from bumpgate.core.errors import one_line
+from bumpgate.core.errors import encodable, one_line
 from bumpgate.core.lanes import how_to_declare
 from bumpgate.core.rows import Judgement, Row, RowError, Value
-from bumpgate.core.text import encodable
 from bumpgate.plugin import lane_of, lanes_of
 from bumpgate.plugin.provenance import versions
 from bumpgate.process.host import cpu_model, host_cores

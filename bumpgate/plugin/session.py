@@ -18,8 +18,7 @@ import pytest
 from bumpgate.core import accepted, outcomes
 from bumpgate.core.baseline import Baseline, Reviewed, accept, comparable, in_tier, investigate
 from bumpgate.core.lanes import unused_margins
-from bumpgate.core.problems import Problem, ProblemKind
-from bumpgate.core.rows import Judgement, Record, Row, Verdict, write_record
+from bumpgate.core.rows import Judgement, Problem, ProblemKind, Record, Row, Verdict, write_record
 from bumpgate.core.rules import sentences
 from bumpgate.plugin import GREEN, lanes_of, provenance
 from bumpgate.plugin.devices import PJRT_CPU, find

@@ -10,7 +10,6 @@ pytest-benchmark times one function after the other and is disabled under xdist,
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import statistics
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import psutil
 
@@ -28,9 +26,9 @@ from bumpgate.core.rows import COST_PER_ROUND
 from bumpgate.plugin.duet import Duet, partner
 from bumpgate.plugin.rows import InfraError
 from bumpgate.process.gpu_shares import Place
+from bumpgate.process.locks import locked
 
 LOCK = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.machine"
-POLL_SECONDS = 0.1
 
 
 @contextmanager
@@ -46,43 +44,6 @@ def machine(*, exclusive: bool, patient: bool = False, place: Place | None = Non
             for gpu in place.own if exclusive else place.gpus:
                 stack.enter_context(locked(Path(f"{LOCK}-gpu-{gpu}"), exclusive=exclusive, patient=patient))
         yield
-
-
-@contextmanager
-def locked(what: Path, *, exclusive: bool, patient: bool = False) -> Iterator[None]:
-    """Hold a lock on `what`, which is any path and need not exist.
-
-    Two locks: a waiter for the exclusive lock holds the entry lock (.gate), so that a stream of shared holders cannot
-    starve it. A patient waiter lets new shared holders in; use it where they are known to end.
-    """
-    with lock_file(Path(f"{what}.gate")) as gate, lock_file(Path(f"{what}.lock")) as lock:
-        if exclusive and patient:
-            while not try_lock(lock):
-                time.sleep(POLL_SECONDS)
-            yield
-            return
-        fcntl.flock(gate, fcntl.LOCK_EX)
-        fcntl.flock(lock, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
-        if not exclusive:
-            fcntl.flock(gate, fcntl.LOCK_UN)
-        yield
-
-
-def lock_file(path: Path) -> TextIO:
-    """Open for reading, which suffices to lock it: a sticky directory allows no more with another user's file."""
-    if not path.exists():
-        path.touch()
-        path.chmod(0o644)
-    return path.open()
-
-
-def try_lock(file: TextIO) -> bool:
-    """Try to lock the file without blocking; return whether this process holds the lock."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,17 +17,12 @@ from pathlib import Path
 from bumpgate.core import lanes
 from bumpgate.core.errors import BumpgateError, one_line, text_lines
 from bumpgate.core.rows import Record, read_record
-from bumpgate.process import supervise
-from bumpgate.process.ending import ending
+from bumpgate.process.child import ChildFault, Interpreter, LoggedChild, ending, read_log, run_children
 from bumpgate.process.home import home
 from bumpgate.process.host import OWN_VARIABLES, PARENT
-from bumpgate.process.interpreter import ChildFault, Interpreter
 
 INTERRUPTED, USAGE, NOTHING_SELECTED = 2, 4, 5  # exit codes of pytest
 IMPORT_SECONDS = 300
-# How long pytest may take to write its record after ctrl-C or a timeout, before it is killed.
-GRACE_SECONDS = 20
-POLL_SECONDS = 0.1
 DESCRIBE = """
 import importlib.metadata, json
 import {modules}
@@ -249,105 +241,9 @@ def _ourselves(root: Path) -> list[str]:
     return [str(folder)]
 
 
-@dataclass(frozen=True)
-class LoggedChild:
-    """A command and the path of its output. keep_open: descriptors that it inherits, and no other child does."""
-
-    command: Sequence[str]
-    cwd: Path
-    environment: Mapping[str, str]
-    log: Path
-    keep_open: tuple[int, ...] = ()
-
-    def start(self) -> subprocess.Popen[bytes]:
-        guarded = [sys.executable, "-I", "-S", supervise.__file__, *self.command]
-        with self.log.open("wb") as output:
-            return subprocess.Popen(
-                guarded,
-                cwd=self.cwd,
-                env=dict(self.environment),
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # ctrl-C at a terminal reaches only this process, which passes it on below
-                pass_fds=self.keep_open,
-            )
-
-
-def run_child(
-    command: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout: float | None, log: Path
-) -> tuple[int, float]:
-    """Return the exit code (minus the signal number, if any) and the wall seconds; the output is in `log`.
-
-    The command and its children end with this call, and with this process. Raises KeyboardInterrupt after that.
-    """
-    return run_children([LoggedChild(command, cwd, environment, log)], timeout)[0]
-
-
-def run_children(children: Sequence[LoggedChild], timeout: float | None) -> list[tuple[int, float]]:
-    """Run several children at once. The remaining processes of one are killed when it ends, not after the others."""
-    started = time.monotonic()
-    processes: list[subprocess.Popen[bytes]] = []
-    ended: dict[int, tuple[int, float]] = {}
-    try:
-        for child in children:
-            try:
-                processes.append(child.start())
-            finally:
-                for descriptor in child.keep_open:
-                    os.close(descriptor)  # so that the holder of the other end sees EOF when this child ends
-        while running := [i for i in range(len(processes)) if i not in ended]:
-            left = None if timeout is None else started + timeout - time.monotonic()
-            for i in running:
-                code = _interrupt(processes[i]) if left is not None and left <= 0 else processes[i].poll()
-                if code is not None:
-                    ended[i] = code, time.monotonic() - started
-                    _signal_group(processes[i], signal.SIGKILL)
-            _wait_for_one([processes[i] for i in running if i not in ended], left)
-    except KeyboardInterrupt:
-        for i, process in enumerate(processes):
-            if i not in ended:
-                _interrupt(process)
-        raise
-    finally:
-        for process in processes:
-            _signal_group(process, signal.SIGKILL)
-            process.wait()
-            if process.stdin:
-                process.stdin.close()
-    return [
-        (supervise.SIGNALLED - code if code > supervise.SIGNALLED else code, seconds)
-        for code, seconds in (ended[i] for i in range(len(processes)))
-    ]
-
-
-def _wait_for_one(processes: Sequence[subprocess.Popen[bytes]], seconds: float | None) -> None:
-    """Wait until a single process ends or the time is over; with several, poll after POLL_SECONDS."""
-    if len(processes) > 1:
-        time.sleep(POLL_SECONDS)
-    elif processes:
-        with suppress(subprocess.TimeoutExpired):
-            processes[0].wait(seconds)
-
-
-def _interrupt(process: subprocess.Popen[bytes]) -> int:
-    """Send ctrl-C, on which pytest writes its record. Return the exit code, minus SIGKILL if it had to be killed."""
-    _signal_group(process, signal.SIGINT)
-    try:
-        process.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        return -signal.SIGKILL
-    return -signal.SIGINT
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
 def _last_words(log: Path) -> str:
     """Return the line of a log in which pytest, or Python, reports why nothing ran."""
-    lines = [line.strip() for line in text_lines(_read(log))]
+    lines = [line.strip() for line in text_lines(read_log(log))]
     for prefix in ("ERROR: ", "E   "):
         errors = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
         if errors and errors[0].startswith("usage: "):
@@ -355,10 +251,3 @@ def _last_words(log: Path) -> str:
         if errors:
             return one_line(errors[-1] if prefix == "E   " else errors[0])
     return one_line(lines[-1]) if lines else "it printed nothing"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

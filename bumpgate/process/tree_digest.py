@@ -15,8 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.errors import BumpgateError
-from bumpgate.core.text import encodable
+from bumpgate.core.errors import BumpgateError, encodable
 from bumpgate.process.home import home
 
 OWN = "of this tree"  # the version of a bumpgate that runs from the work tree itself

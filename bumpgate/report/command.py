@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from bumpgate.core import gate_file
+from bumpgate.core.errors import encodable
 from bumpgate.core.rows import write_atomic
-from bumpgate.core.text import encodable
 from bumpgate.report import junit, markdown, page
 from bumpgate.report.html_page import html_page
 from bumpgate.report.page import Page

@@ -19,9 +19,8 @@ from typing import Annotated, Any
 import typer
 
 from bumpgate.core.accepted import today
-from bumpgate.core.errors import BumpgateError
+from bumpgate.core.errors import BumpgateError, loads
 from bumpgate.core.rows import Value, is_finite, write_atomic
-from bumpgate.core.text import loads
 from bumpgate.history.archive import Archive, default_store
 from bumpgate.report.history import changes, same
 from bumpgate.report.html_page import fill

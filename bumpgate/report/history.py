@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bumpgate.core.errors import BumpgateError
-from bumpgate.core.extra import need
+from bumpgate.core.errors import BumpgateError, need
 from bumpgate.core.rows import is_finite
 from bumpgate.history import known_findings
 from bumpgate.history.archive import Archive, Point, default_store

@@ -13,8 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.extra import need
-from bumpgate.core.text import encodable
+from bumpgate.core.errors import encodable, need
 from bumpgate.report import diffs
 from bumpgate.report.page import Page
 

@@ -12,8 +12,7 @@ from typing import Any
 from bumpgate.core.errors import one_line
 from bumpgate.core.findings import PRODUCT, Decision, Finding, group
 from bumpgate.core.gate_file import GateFile, GateSide, Paired
-from bumpgate.core.problems import Problem, ProblemKind
-from bumpgate.core.rows import Judgement, Record, Value, Verdict, is_finite
+from bumpgate.core.rows import Judgement, Problem, ProblemKind, Record, Value, Verdict, is_finite
 from bumpgate.core.rules import places, sentence
 from bumpgate.table import summary
 

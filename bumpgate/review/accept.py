@@ -24,11 +24,10 @@ from bumpgate.core.accepted import (
 )
 from bumpgate.core.baseline import find_root
 from bumpgate.core.baseline import load as load_baseline
-from bumpgate.core.errors import BumpgateError, RefusedError
+from bumpgate.core.errors import BumpgateError, RefusedError, is_line
 from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.gate_file import GateFile, Paired, read
 from bumpgate.core.rows import Judgement, Record, is_finite, write_atomic
-from bumpgate.core.text import is_line
 from bumpgate.process.tree_digest import Binding, bind, measured_tree
 from bumpgate.review.rebaseline import refuse_other_tree
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from bumpgate.core.baseline import BUILD, Baseline, comparable, judge
 from bumpgate.core.findings import NO_REGRESSION, PEER
 from bumpgate.core.gate_file import GateFile
-from bumpgate.core.rows import Judgement, Record, Verdict
-from bumpgate.core.times import is_time
+from bumpgate.core.rows import Judgement, Record, Verdict, is_time
 from bumpgate.process.file_transaction import AdoptionError
 from bumpgate.review.rebaseline import BaselineChange, build_of, judged, made_with, reviewed
 

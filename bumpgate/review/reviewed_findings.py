@@ -11,10 +11,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.errors import one_line
+from bumpgate.core.errors import is_line, one_line
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.gate_file import GateFile
-from bumpgate.core.text import is_line
 from bumpgate.core.toml import tomllib
 from bumpgate.history.adoptions import ReviewedFinding
 from bumpgate.process.file_transaction import AdoptionError

@@ -32,7 +32,7 @@ from bumpgate.env.inventory import Distribution, Inventory
 from bumpgate.env.manifest import Smoke, label_of, same_minor
 from bumpgate.env.store import sha256_of
 from bumpgate.env.versions import tag_ranks
-from bumpgate.process.interpreter import ChildFault, Interpreter
+from bumpgate.process.child import ChildFault, Interpreter
 
 IMPORT_SECONDS = 120
 # The machine field of an ELF header.

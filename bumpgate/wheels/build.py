@@ -23,9 +23,8 @@ from bumpgate.env.locks import SHA256
 from bumpgate.env.store import sha256_of
 from bumpgate.env.uv import find_uv, http_options, public_url
 from bumpgate.env.versions import source_distributions
+from bumpgate.process.child import Interpreter, run_child
 from bumpgate.process.home import home
-from bumpgate.process.interpreter import Interpreter
-from bumpgate.process.runner import run_child
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target, audit
 from bumpgate.wheels.store import Build, Stored

@@ -19,7 +19,7 @@ from bumpgate.env.inventory import Inventory, take
 from bumpgate.env.locks import Wheel
 from bumpgate.env.request import kernel_wheels, known_kernel_wheels
 from bumpgate.env.store import sha256_of
-from bumpgate.process.interpreter import Interpreter
+from bumpgate.process.child import Interpreter
 from bumpgate.process.runner import child_environment
 from bumpgate.wheels.plan import BUILD, make_target, plan
 

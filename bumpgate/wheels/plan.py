@@ -20,7 +20,7 @@ from bumpgate.env.links import Offer, offers
 from bumpgate.env.locks import lane_lock, read_lock
 from bumpgate.env.manifest import KernelWheel, Manifest, load, satisfies
 from bumpgate.env.store import sha256_of
-from bumpgate.process.interpreter import Interpreter
+from bumpgate.process.child import Interpreter
 from bumpgate.process.runner import child_environment
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Audit, Target, audit

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bumpgate.process.side_by_side import side_by_side
+from bumpgate.process.child import side_by_side
 from launch import contract as contracts
 from launch.contract import load
 from suites.launch.conftest import known

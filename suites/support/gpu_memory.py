@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 from math import ceil
 from pathlib import Path
 
-from bumpgate.plugin.timing import POLL_SECONDS, lock_file, locked, try_lock
 from bumpgate.process.gpu_shares import first_gpu
+from bumpgate.process.locks import POLL_SECONDS, lock_file, locked, try_lock
 
 LOCKS = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gpu_memory"
 SLOT_GIB = 2

@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 
 from bumpgate.plugin.rows import InfraError
-from bumpgate.plugin.timing import locked
 from bumpgate.process.gpu_shares import first_gpu
+from bumpgate.process.locks import locked
 
 # Bits of nvml.h's nvmlClocksEventReasons.
 REASONS = {

@@ -11,8 +11,9 @@ from typing import Any
 from bumpgate.plugin.duet import Duet, partner, shared_cores
 from bumpgate.plugin.provenance import versions
 from bumpgate.plugin.rows import InfraError
-from bumpgate.plugin.timing import Watch, locked
+from bumpgate.plugin.timing import Watch
 from bumpgate.process.gpu_shares import first_gpu
+from bumpgate.process.locks import locked
 from bumpgate.process.tree_digest import measured_tree
 from suites.support.child import ENVIRONMENT, ROOT, run_json
 from suites.support.environment import compiler

@@ -16,7 +16,7 @@ from bumpgate.env import manifest
 from bumpgate.env.inventory import Distribution, Inventory, take
 from bumpgate.env.manifest import KernelWheel, Label, ManifestError, ManifestRow, label, load, mismatches
 from bumpgate.env.reference import NO_LOCK, VARIABLE, reference
-from bumpgate.process.interpreter import Interpreter
+from bumpgate.process.child import Interpreter
 from suites.kernels import workloads
 from suites.support.child import ROOT
 from suites.support.lanes import LANES, Lane, lanes

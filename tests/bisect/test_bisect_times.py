@@ -20,8 +20,7 @@ from bumpgate.bisect.gate_finding import GateFindingError, load
 from bumpgate.bisect.probe import Cause
 from bumpgate.bisect.search import ProbeOutcome, SearchResult
 from bumpgate.core.gate_file import GATE_SCHEMA
-from bumpgate.core.problems import Problem
-from bumpgate.core.rows import Judgement, Record, Row, Verdict, write_record
+from bumpgate.core.rows import Judgement, Problem, Record, Row, Verdict, write_record
 from bumpgate.env.build import Environment
 from bumpgate.env.request import Request
 from bumpgate.env.versions import FoundVersion

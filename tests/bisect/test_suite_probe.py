@@ -13,10 +13,9 @@ from bumpgate.bisect import suite_probe
 from bumpgate.bisect.probe import RECORD, Cause, ProbeError, Reading, fresh_caches
 from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.bisect.suite_probe import Signals, SuiteTest
-from bumpgate.core import code
+from bumpgate.core import kernel_code
 from bumpgate.core.baseline import Baseline, judge
-from bumpgate.core.problems import Problem
-from bumpgate.core.rows import Judgement, Row, Verdict, write_record
+from bumpgate.core.rows import Judgement, Problem, Row, Verdict, write_record
 from bumpgate.process import runner
 from tests.support.searching import mutant_of
 
@@ -220,7 +219,9 @@ def test_crashed_run_is_a_fault_and_killed_run_is_not(reading: Readings) -> None
 
 
 @pytest.mark.parametrize(
-    ("value", "witness"), [(None, 1), (code.text(registers=1, spills=900), 0)], ids=["no value", "no witness"]
+    ("value", "witness"),
+    [(None, 1), (kernel_code.text(registers=1, spills=900), 0)],
+    ids=["no value", "no witness"],
 )
 def test_code_that_was_not_read_decides_nothing(tmp_path: Path, value: str | None, witness: int) -> None:
     def compiled(name: str, counts: str | None, witness: int = 1) -> Reading:
@@ -231,7 +232,7 @@ def test_code_that_was_not_read_decides_nothing(tmp_path: Path, value: str | Non
         return Reading(tmp_path / name, Cause.RAN, 1)
 
     test = SuiteTest(tmp_path, "cpu", ("t.py::code",), "triton")
-    good, bad = (compiled(f"spills {n}", code.text(registers=200, spills=n)) for n in (0, 800))
+    good, bad = (compiled(f"spills {n}", kernel_code.text(registers=200, spills=n)) for n in (0, 800))
     test.learn([good], [bad])
     assert test.deciding == ("kernels/a/code",)
     found = test.judge(compiled("middle", value, witness))

@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate.core.problems import Problem, ProblemKind
 from bumpgate.core.rows import (
     MAX_CURVES,
     MAX_POINTS,
     RECORD_SCHEMA,
     Judgement,
+    Problem,
+    ProblemKind,
     RecordError,
     Row,
     RowError,

@@ -7,7 +7,7 @@ from datetime import date
 
 import pytest
 
-from bumpgate.core import accepted, code
+from bumpgate.core import accepted, kernel_code
 from bumpgate.core.baseline import Baseline, Reviewed, judge
 from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
@@ -18,7 +18,7 @@ from suites.support.planted import planted
 TEST = "suites/compile/test_a.py::test_a[cpu]"
 KERNELS, CODE = "compile/nam52-regional/generated_kernels", "kernels/attention-codegen/code"
 OLD, NEW = {"torch": "2.13.0", "triton": None}, {"torch": "2.15.0", "triton": None}
-REVIEWED_CODE = code.text(registers=200, spills=0, wgmma=64, programs_per_sm=2)
+REVIEWED_CODE = kernel_code.text(registers=200, spills=0, wgmma=64, programs_per_sm=2)
 BASELINE = Baseline(
     "cpu",
     OLD,
@@ -74,8 +74,8 @@ def test_acceptance_of_the_adopted_value_excuses_no_worse_one() -> None:
 
 
 def test_acceptance_of_adopted_code_excuses_no_spills() -> None:
-    accepts = code.text(registers=210, spills=8, wgmma=64, programs_per_sm=2)
-    worse = code.text(registers=255, spills=4000, wgmma=0, programs_per_sm=1)
+    accepts = kernel_code.text(registers=210, spills=8, wgmma=64, programs_per_sm=2)
+    worse = kernel_code.text(registers=255, spills=4000, wgmma=0, programs_per_sm=1)
 
     def made(value: str, triton: str) -> Judgement:
         row = Row(CODE, value, "counts", 1, "C6", better="code", test=TEST)

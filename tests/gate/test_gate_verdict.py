@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bumpgate.core.findings import Decision, Finding, TimedOutcome, group
-from bumpgate.core.problems import Problem
-from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict
+from bumpgate.core.rows import Judgement, Problem, Record, Row, Value, Verdict
 from bumpgate.gate import verdict
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed

@@ -17,7 +17,7 @@ import pytest
 
 from bumpgate.plugin.assignment import TestByTest
 from bumpgate.plugin.scheduling import pytest_xdist_make_scheduler, unit
-from bumpgate.plugin.timing import lock_file, locked, try_lock
+from bumpgate.process.locks import lock_file, locked, try_lock
 from suites.kernels.first_call import keep
 from suites.support import gpu_memory
 from suites.support.gpu_memory import LOCKS, held

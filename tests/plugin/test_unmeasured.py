@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bumpgate.core.baseline import Baseline, save
-from bumpgate.core.problems import ProblemKind
+from bumpgate.core.rows import ProblemKind
 from tests.support.project import GOOD, Project, counted
 
 RUN = ("-m", "cpu", "-n", "0")

@@ -11,9 +11,8 @@ import pytest
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.lanes import Lane
 from bumpgate.plugin import timing
-from bumpgate.plugin.timing import lock_file, machine, try_lock
+from bumpgate.plugin.timing import machine
 from bumpgate.process import gpu_shares, host
-from bumpgate.process.device import device_lock
 from bumpgate.process.gpu_shares import (
     GpuShare,
     Place,
@@ -28,6 +27,7 @@ from bumpgate.process.gpu_shares import (
     unused,
     used_gpus,
 )
+from bumpgate.process.locks import device_lock, lock_file, try_lock
 
 FOUR = ["0", "1", "2", "3"]
 ONE, TWO = Lane("h200", device="cuda"), Lane("h200x2", device="cuda", count=2)

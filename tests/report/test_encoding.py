@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from bumpgate.core import text
 from bumpgate.core.accepted import today
 from bumpgate.core.baseline import Baseline, Reviewed, save
+from bumpgate.core.errors import loads
 from bumpgate.core.rows import read_record
 from bumpgate.history.archive import default_store
 from bumpgate.process.tree_digest import Binding, bind
@@ -133,12 +133,12 @@ def test_dashboard_reads_findings_of_older_histories(
 def test_binding_of_a_gate_with_such_a_file_is_valid(tmp_path: Path) -> None:
     (tmp_path / f"{LONE}.py").write_text("X = 1\n")
     now = bind(tmp_path)
-    assert Binding.from_json(text.loads(json.dumps(now.to_json()))).differences(now) == []
+    assert Binding.from_json(loads(json.dumps(now.to_json()))).differences(now) == []
 
 
 def test_loads_replaces_lone_surrogates_only() -> None:
     content = {"a": [f"x{LONE}", "\U0001f600", "\\udc80", 1.5, None], f"k{LONE}": 1}
-    assert text.loads(json.dumps(content)) == {
+    assert loads(json.dumps(content)) == {
         "a": [f"x{SHOWN}", "\U0001f600", "\\udc80", 1.5, None],
         f"k{SHOWN}": 1,
     }

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from bumpgate.core import gate_file
 from bumpgate.core.findings import Decision, Finding
-from bumpgate.core.problems import Problem, ProblemKind
-from bumpgate.core.rows import Judgement, Verdict
+from bumpgate.core.rows import Judgement, Problem, ProblemKind, Verdict
 from bumpgate.gate.verdict import Side
 from bumpgate.report import junit, markdown, page
 from bumpgate.report.html_page import html_page

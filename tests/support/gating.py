@@ -15,8 +15,7 @@ import pytest
 from rich.console import Console
 
 from bumpgate.core.findings import DriftReading
-from bumpgate.core.problems import Problem, ProblemKind
-from bumpgate.core.rows import Judgement, Row, Value, Verdict, write_record
+from bumpgate.core.rows import Judgement, Problem, ProblemKind, Row, Value, Verdict, write_record
 from bumpgate.gate import bench, result, timed_runs
 from bumpgate.gate.bench import GateRunner
 from bumpgate.gate.plan import plan_for

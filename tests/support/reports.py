@@ -17,8 +17,7 @@ import pytest
 from bumpgate import cli
 from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.gate_file import GATE_SCHEMA
-from bumpgate.core.problems import Problem, ProblemKind
-from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict, write_record
+from bumpgate.core.rows import Judgement, Problem, ProblemKind, Record, Row, Value, Verdict, write_record
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.verdict import GateVerdict, Side, judge_gate
 from bumpgate.history.archive import Archive

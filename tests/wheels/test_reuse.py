@@ -11,7 +11,7 @@ import pytest
 from bumpgate.env.inventory import take
 from bumpgate.env.locks import Wheel
 from bumpgate.env.store import put, sha256_of
-from bumpgate.process.interpreter import Interpreter
+from bumpgate.process.child import Interpreter
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target
 from bumpgate.wheels.plan import build_of, plan, read_manifest

@@ -22,7 +22,7 @@ from bumpgate import cli
 from bumpgate.core.errors import BumpgateError
 from bumpgate.env.inventory import take
 from bumpgate.env.store import StoreError, sha256_of
-from bumpgate.process.interpreter import Interpreter
+from bumpgate.process.child import Interpreter
 from bumpgate.wheels import build as building
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target, gpu_archs

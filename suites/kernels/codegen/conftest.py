@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.core import code
+from bumpgate.core import kernel_code
 from bumpgate.core.baseline import Baseline, load
 from bumpgate.plugin.provenance import versions
 
@@ -60,8 +60,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def reviewed_line(baseline: Baseline, triton: str | None) -> str:
     """Describe the reviewed code that this run is compared with."""
-    reviewed = sorted({v for row in baseline.rows.values() for v in row.values}, key=code.numbers)
+    reviewed = sorted({v for row in baseline.rows.values() for v in row.values}, key=kernel_code.numbers)
     if triton in reviewed or not reviewed:
         return f"codegen: triton {triton}, reviewed: {', '.join(reviewed) or 'no version'}"
-    other = code.nearest(triton or "", reviewed)
+    other = kernel_code.nearest(triton or "", reviewed)
     return f"codegen: triton {triton} is not reviewed; its code is compared with that of triton {other}"

@@ -2,7 +2,7 @@
 
 Reads records, one per version (`tox -e codegen-triton37` writes .tox/codegen-triton37.json), or without arguments the
 reviewed rows of baselines/cpu.json. One line per kernel, one column per version, and what is worse than in the version
-before, by the bounds of bumpgate/core/code.py.
+before, by the bounds of bumpgate/core/kernel_code.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from bumpgate.core import code
+from bumpgate.core import kernel_code
 from bumpgate.core.baseline import load
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.rows import Value, read_record
@@ -31,22 +31,22 @@ def table(rows: Iterable[tuple[str, str, Value]]) -> Table:
     cases: defaultdict[str, dict[str, Mapping[str, int]]] = defaultdict(dict)
     for row_id, version, value in rows:
         if found := ROW.fullmatch(row_id):
-            cases[found["case"]][version] = code.parse(value)
+            cases[found["case"]][version] = kernel_code.parse(value)
     return cases
 
 
 def losses(versions: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Return what is worse in each version of one kernel than in the version before it."""
     found = []
-    for old, new in pairwise(sorted(versions, key=code.numbers)):
-        worse = code.worse(versions[old], versions[new])
+    for old, new in pairwise(sorted(versions, key=kernel_code.numbers)):
+        worse = kernel_code.worse(versions[old], versions[new])
         found += [f"{new}: {name} {step}" for name, step in worse.items()]
     return found
 
 
 def lines(cases: Table) -> Iterator[str]:
     """Format the report: kernels with the same counts share one table, under a line that lists them."""
-    versions = sorted({v for by_version in cases.values() for v in by_version}, key=code.numbers)
+    versions = sorted({v for by_version in cases.values() for v in by_version}, key=kernel_code.numbers)
     groups: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for case, by_version in sorted(cases.items()):
         groups[tuple(next(iter(by_version.values())))].append(case)

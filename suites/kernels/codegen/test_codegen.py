@@ -1,7 +1,7 @@
 """Every Triton kernel of ours, at the model's shapes, compiled for an H200: registers, spills, shared memory, wgmma.
 
 Exact rows: Triton and ptxas are deterministic. A row has a reviewed value for each version of triton; in a gate or a
-bisect of triton the code of both versions is compared (bumpgate/core/code.py has the bounds).
+bisect of triton the code of both versions is compared (bumpgate/core/kernel_code.py has the bounds).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bumpgate.core import code
+from bumpgate.core import kernel_code
 from bumpgate.core.baseline import violation
 from bumpgate.core.rows import Row
 from suites.kernels.codegen.cases import by_label, compile_case, launch_functions, op_of
@@ -66,7 +66,7 @@ def report_code(row, case: str, compiled: Compiled) -> None:
     classes = binary.classes()
     row(
         f"{case}/code",
-        code.text(
+        kernel_code.text(
             registers=binary.registers,
             spills=binary.spilled_bytes,
             shared_memory=compiled.shared_memory_bytes,
@@ -220,8 +220,8 @@ def test_spilling_code_is_judged_worse(lane: Lane) -> None:
     values: list[str] = []
     for registers in (255, 64):
         report_code(lambda _, value, **__: values.append(value), "case", held(128 * 128, registers))
-    roomy, spilling = map(code.parse, values)
-    assert list(code.worse(roomy, spilling)) == ["spills"]
+    roomy, spilling = map(kernel_code.parse, values)
+    assert list(kernel_code.worse(roomy, spilling)) == ["spills"]
     assert roomy["programs_per_sm"] < spilling["programs_per_sm"] == 65536 // (64 * 128)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.core import code
+from bumpgate.core import kernel_code
 from bumpgate.core.rows import Judgement, Row, Verdict, write_record
 from suites.kernels.codegen.report import lines, losses, main, table
 from suites.support.lanes import Lane, lanes
@@ -15,7 +15,7 @@ COUNTS = {"registers": 200, "spills": 0, "shared_memory": 1024, "wgmma": 8, "pro
 
 
 def judged(**changes: int) -> list[Judgement]:
-    value = code.text(**COUNTS | changes)
+    value = kernel_code.text(**COUNTS | changes)
     made = Row("kernels/op.kernel-N64-bf16/code", value, "counts", 1, "C36", better="code")
     return [Judgement(made, Verdict.PASS, "")]
 

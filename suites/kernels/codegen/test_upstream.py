@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bumpgate.core import code
+from bumpgate.core import kernel_code
 from suites.support.lanes import Lane, lanes
 from suites.support.recording_driver import Compiled, recording
 
@@ -94,7 +94,7 @@ def test_upstream_configurations_fit_and_spill(
         spilling = [c for c in fitting if c.binary.spilled_bytes]
         row(
             f"kernels/mamba_ssm.{kernel.lstrip('_')}-{shape}-bf16/code",
-            code.text(fitting_configurations=len(fitting), spilling_configurations=len(spilling)),
+            kernel_code.text(fitting_configurations=len(fitting), spilling_configurations=len(spilling)),
             unit="counts",
             witness=len(tried),
             rule="C36",

@@ -10,7 +10,7 @@ import pytest
 
 from bumpgate.bisect.probe import Cause, Reading
 from bumpgate.bisect.suite_probe import SuiteTest
-from bumpgate.core import code
+from bumpgate.core import kernel_code
 from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, judge, load, save
 from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Judgement, Record, Row, RowError, Verdict, write_record
@@ -21,11 +21,11 @@ from suites.kernels.codegen.conftest import reviewed_line
 COUNTS = {"registers": 255, "spills": 140, "shared_memory": 1024, "wgmma": 8, "programs_per_sm": 4}
 TEST = "suites/kernels/codegen/test_codegen.py::test_kernels[op-bf16-cpu]"
 ID = "kernels/op.kernel-bf16/code"
-REVIEWED = {"3.6.0": code.text(**COUNTS | {"spills": 136}), "3.7.1": code.text(**COUNTS)}
+REVIEWED = {"3.6.0": kernel_code.text(**COUNTS | {"spills": 136}), "3.7.1": kernel_code.text(**COUNTS)}
 
 
 def row(id: str = ID, **changes: int) -> Row:
-    return Row(id, code.text(**COUNTS | changes), "counts", 1, "C36", better="code", test=TEST)
+    return Row(id, kernel_code.text(**COUNTS | changes), "counts", 1, "C36", better="code", test=TEST)
 
 
 def baseline(values: dict[str, str] = REVIEWED) -> Baseline:
@@ -54,17 +54,17 @@ def record(triton: str, *rows: Row) -> Record:
     ],
 )
 def test_worse_lists_worse_counts(changes: dict[str, int], expected: dict[str, str]) -> None:
-    assert code.worse(COUNTS, COUNTS | changes) == expected
+    assert kernel_code.worse(COUNTS, COUNTS | changes) == expected
 
 
 def test_missing_count_is_worse() -> None:
-    assert code.worse({"wgmma": 8}, {"registers": 9}) == {"wgmma": "8 -> not read"}
+    assert kernel_code.worse({"wgmma": 8}, {"registers": 9}) == {"wgmma": "8 -> not read"}
 
 
 @pytest.mark.parametrize("value", ["", "spills", "spills=-1", "spills=1  wgmma=2", 7, None, "spills=nan"])
 def test_text_without_counts_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match="is not a list of counts"):
-        code.parse(value)
+        kernel_code.parse(value)
     if value is not None:
         with pytest.raises(RowError, match="is not a list of counts"):
             Row(ID, value, "counts", 1, "C36", better="code")  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ OTHER = "kernels/op.fused-bf16/code"
 def two_kernels() -> Baseline:
     """The baseline of an op that launches another kernel from triton 3.9.0 on."""
     first = baseline()
-    later = replace(first.rows[ID], values={"3.9.0": code.text(**COUNTS)})
+    later = replace(first.rows[ID], values={"3.9.0": kernel_code.text(**COUNTS)})
     return replace(first, rows={ID: first.rows[ID], OTHER: later})
 
 
