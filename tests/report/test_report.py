@@ -165,9 +165,9 @@ def test_gate_with_broken_sides_still_has_a_report(tmp_path: Path) -> None:
     raw["timed"] = {"a/b/c": {"outcome": "INCONCLUSIVE", "ratio": None, "interval": [None, None]}}
     raw["finished"] = False
     path.write_text(json.dumps(raw))
-    text = seen(page.of(gate_file.read(path))).text
-    assert "INCONCLUSIVE in [?, ?] after" in text
-    assert "the gate was cut short" in text
+    shown = page.of(gate_file.read(path))
+    assert [r.label for r in shown.rows if r.id == "a/b/c"] == ["INCONCLUSIVE"]
+    assert "the gate was cut short" in seen(shown).text
 
 
 @pytest.mark.parametrize(
