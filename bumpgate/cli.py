@@ -9,8 +9,7 @@ import gc
 import io
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -23,11 +22,29 @@ SETTINGS: dict[str, Any] = {
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
 }
-# In the order of the help.
-COMMANDS = (
-    *("init", "gate", "adopt", "rebaseline", "bisect", "accept", "report", "history", "dashboard", "notify"),
-    *("environments", "versions", "mirror", "doctor", "freeze", "rollback", "image"),
-)
+# Name -> where the command, or the group of commands, is; in the order of the help.
+COMMANDS = {
+    "init": "bumpgate.init:command",
+    "gate": "bumpgate.gate.command:command",
+    "adopt": "bumpgate.review.adopt:command",
+    "rebaseline": "bumpgate.review.rebaseline:command",
+    "bisect": "bumpgate.bisect.command:command",
+    "accept": "bumpgate.review.accept:command",
+    "report": "bumpgate.report.command:command",
+    "history": "bumpgate.report.history:command",
+    "dashboard": "bumpgate.report.dashboard:command",
+    "notify": "bumpgate.notify.command:command",
+    "environments": "bumpgate.env.cached:command",
+    "versions": "bumpgate.env.versions:command",
+    "mirror": "bumpgate.env.mirror:command",
+    "doctor": "bumpgate.doctor.command:command",
+    "freeze": "bumpgate.env.freeze:command",
+    "rollback": "bumpgate.review.rollback:command",
+    "image": "bumpgate.env.image:command",
+    "findings": "bumpgate.report.findings:app",
+    "fleet": "bumpgate.fleet.command:app",
+    "wheels": "bumpgate.wheels.command:app",
+}
 GROUPS = {
     "findings": "Findings of the history: list, link to an issue, own.",
     "fleet": "Gates and bisects on many hosts, through Ray or Slurm.",
@@ -37,117 +54,28 @@ GROUPS = {
 
 def load(name: str) -> Any:
     """Import a command or a group. Importing all of them would take longer than a short command itself."""
-    match name:
-        case "init":
-            from bumpgate.init import command as init
-
-            return init
-        case "gate":
-            from bumpgate.gate.command import command as gate
-
-            return gate
-        case "adopt":
-            from bumpgate.review.adopt import command as adopt
-
-            return adopt
-        case "rebaseline":
-            from bumpgate.review.rebaseline import command as rebaseline
-
-            return rebaseline
-        case "bisect":
-            from bumpgate.bisect.command import command as bisect
-
-            return bisect
-        case "accept":
-            from bumpgate.review.accept import command as accept
-
-            return accept
-        case "report":
-            from bumpgate.report.command import command as report
-
-            return report
-        case "history":
-            from bumpgate.report.history import command as history
-
-            return history
-        case "dashboard":
-            from bumpgate.report.dashboard import command as dashboard
-
-            return dashboard
-        case "notify":
-            from bumpgate.notify.command import command as notify
-
-            return notify
-        case "environments":
-            from bumpgate.env.cached import command as environments
-
-            return environments
-        case "versions":
-            from bumpgate.env.versions import command as versions
-
-            return versions
-        case "mirror":
-            from bumpgate.env.mirror import command as mirror
-
-            return mirror
-        case "doctor":
-            from bumpgate.doctor.command import command as doctor
-
-            return doctor
-        case "freeze":
-            from bumpgate.env.freeze import command as freeze
-
-            return freeze
-        case "rollback":
-            from bumpgate.review.rollback import command as rollback
-
-            return rollback
-        case "image":
-            from bumpgate.env.image import command as image
-
-            return image
-        case "findings":
-            from bumpgate.report.findings import app as findings
-
-            return findings
-        case "fleet":
-            from bumpgate.fleet.command import app as fleet
-
-            return fleet
-        case "wheels":
-            from bumpgate.wheels.command import app as wheels
-
-            return wheels
-    raise KeyError(name)
-
-
-class Commands(Mapping[str, Any]):
-    """The commands by name, each imported when it is looked up."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*COMMANDS, *GROUPS))
-
-    def __len__(self) -> int:
-        return len(COMMANDS) + len(GROUPS)
-
-    def __contains__(self, name: object) -> bool:
-        return name in COMMANDS or name in GROUPS
-
-    def __getitem__(self, name: str) -> Any:
-        one = typer.Typer(**SETTINGS)
-        if name in GROUPS:
-            one.add_typer(load(name), name=name, help=GROUPS[name])
-            group: Any = typer.main.get_command(one)
-            return group.commands[name]
-        one.command(name)(load(name))
-        return typer.main.get_command(one)
+    module, _, attribute = COMMANDS[name].partition(":")
+    return getattr(import_module(module), attribute)
 
 
 class LazyGroup(TyperGroup):
+    """The commands by name, each imported when it is looked up."""
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        commands: Any = Commands()  # click only reads it
-        self.commands = commands
+        names: Any = dict.fromkeys(COMMANDS)  # typer lists them, and suggests one for a misspelt name
+        self.commands = names
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        one = typer.Typer(**SETTINGS)
+        if cmd_name in GROUPS:
+            one.add_typer(load(cmd_name), name=cmd_name, help=GROUPS[cmd_name])
+            group: Any = typer.main.get_command(one)
+            return group.commands[cmd_name]
+        one.command(cmd_name)(load(cmd_name))
+        return typer.main.get_command(one)
 
 
 app = typer.Typer(cls=LazyGroup, **SETTINGS)
