@@ -1,32 +1,40 @@
-"""Channels of messages: issues on GitHub, a Slack-compatible webhook, a command.
+"""Channels of messages: issues on GitHub through PyGithub, and every service that apprise knows.
 
-Tokens and webhook URLs come from the environment and never enter a message or an exception.
+Tokens and URLs come from the environment and never enter a message or an exception.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
+import http
+import logging
 import os
 import re
-import shlex
-import subprocess
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, need, one_line
 from bumpgate.notify.topics import Message
-from bumpgate.process.web import GITHUB, WebError, attempts, http, secure
+from bumpgate.process.web import GITHUB, secure
 
-if TYPE_CHECKING:
-    import requests
-
-HOOK_SECONDS = 60.0
 LABEL = "bumpgate"
-PAGES = 50  # of 100 issues
 REPOSITORY = re.compile(r"[A-Za-z0-9-]+/[A-Za-z0-9._-]+")
-SLACK = "BUMPGATE_SLACK_WEBHOOK"
-SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|WEBHOOK")
+URLS = "BUMPGATE_APPRISE_URLS"
+SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|WEBHOOK|APPRISE_URLS")
+SECONDS = 20  # for one answer
+WAITS = (1.0, 2.0)  # seconds before another attempt
+TRANSIENT = (429, 500, 502, 503, 504)
+MAX_CHAT = 3000  # characters
+
+
+class ChannelError(BumpgateError):
+    """A message that was not delivered. again: whether another attempt may succeed at once."""
+
+    def __init__(self, text: str, again: bool = True) -> None:
+        super().__init__(text)
+        self.again = again
 
 
 @dataclass(frozen=True)
@@ -46,13 +54,27 @@ class Channel(Protocol):
     updates: bool
 
     def send(self, event: str, message: Message, before: Posted | None) -> Posted:
-        """Deliver a message. event: opened, updated, reopened or closed. Raises WebError."""
+        """Deliver a message once. event: opened, updated, reopened or closed. Raises ChannelError."""
+
+
+def send(channel: Channel, event: str, message: Message, before: Posted | None) -> Posted:
+    """Deliver a message, in at most three attempts. Raises ChannelError."""
+    for wait in WAITS:
+        try:
+            return channel.send(event, message, before)
+        except ChannelError as error:
+            if not error.again:
+                raise
+        time.sleep(wait)
+    return channel.send(event, message, before)
 
 
 def secrets() -> list[str]:
-    """Return the values of environment variables that must not be printed."""
-    found = [v for name, v in os.environ.items() if SECRET_NAMES.search(name) and len(v) >= 8]
-    return [*found, *(urlsplit(v).path for v in found if v.startswith("http") and len(urlsplit(v).path) > 8)]
+    """Return the values of environment variables that must not be printed, and the paths of URLs in them."""
+    values = [v for name, v in os.environ.items() if SECRET_NAMES.search(name)]
+    parts = [part for v in values for part in (v, *v.split())]
+    parts += [urlsplit(part).path for part in parts if "://" in part and "[" not in part]
+    return [part for part in dict.fromkeys(parts) if len(part) >= 8]
 
 
 class GitHubIssues:
@@ -60,133 +82,114 @@ class GitHubIssues:
 
     updates = True
 
-    def __init__(self, repository: str) -> None:
+    def __init__(self, repository: str, *, connect: bool = True) -> None:
         if not REPOSITORY.fullmatch(repository):
             raise BumpgateError(f"--github {repository!r}: expected OWNER/REPOSITORY")
         self.name = f"github:{repository}"
+        if not connect:
+            return
         base = secure(os.environ.get("GITHUB_API_URL") or "https://api.github.com", "GITHUB_API_URL")
-        self._issues = f"{base.rstrip('/')}/repos/{repository}/issues"
         token = next((os.environ[name] for name in GITHUB if os.environ.get(name)), "").strip()
         if not token or not re.fullmatch(r"[!-~]+", token):
             raise BumpgateError(f"--github: put a token into the environment variable {GITHUB[0]}")
-        self._token = token
+        self._github: Any = need("github", command="--github", extra="notify")
+        _silence("github")
+        auth = self._github.Auth.Token(token)
+        # A request that is repeated on its own could create an issue twice.
+        client = self._github.Github(
+            auth=auth, base_url=base.rstrip("/"), timeout=SECONDS, retry=None, lazy=True
+        )
+        self._repository = client.get_repo(repository)
 
     def send(self, event: str, message: Message, before: Posted | None) -> Posted:
-        body = f"{_fenced(message.text)}\n\n{message.marker}"
-        content: dict[str, Any] = {"title": message.title[:250], "body": body}
-        if event in ("reopened", "closed"):
-            content["state"] = "closed" if message.state == "closed" else "open"
-        if before and before.number:
+        try:
+            made = self._write(event, message, before.number if before else None)
+        except self._github.GithubException as error:
+            phrase = http.HTTPStatus(error.status).phrase if error.status in [*http.HTTPStatus] else ""
+            raise ChannelError(f"{error.status} {phrase}".strip(), again=error.status in TRANSIENT) from None
+        except (OSError, RuntimeError) as error:  # of requests; of PyGithub, for a redirect to another host
+            raise ChannelError(_reason(error), again=isinstance(error, OSError)) from None
+        number, url = (made.number, made.html_url) if made else (None, None)
+        return Posted(message.state, message.digest, number, url)
+
+    def _write(self, event: str, message: Message, number: int | None) -> Any:
+        """Return the issue; None if a user deleted the issue that is to be closed."""
+        content: dict[str, Any] = {"title": message.title[:250]}
+        content["body"] = f"{fenced(message.text)}\n\n{message.marker}"
+        state = {"state": message.state} if event in ("reopened", "closed") else {}
+        if number:
             try:
-                made = self._call("PATCH", f"/{before.number}", content)
-            except WebError as error:
+                issue = self._repository.get_issue(number)
+                issue.edit(**content, **state)
+                return issue
+            except self._github.GithubException as error:
                 if error.status not in (404, 410):
                     raise
-                if event == "closed":  # deleted by a user: nothing to close
-                    return Posted(message.state, message.digest)
-                made = self._create(message, content)
-        else:
-            made = self._create(message, content)
-        return Posted(message.state, message.digest, int(made["number"]), str(made.get("html_url") or ""))
+            if event == "closed":
+                return None
+        issue = self._find(message.marker)
+        if issue is None:
+            made = self._repository.create_issue(**content, labels=[LABEL])
+            if made.number is None:  # PyGithub takes a redirect for an answer
+                raise ChannelError("the answer is not an issue", again=False)
+            return made
+        issue.edit(**content, **state)
+        return issue
 
-    def _create(self, message: Message, content: dict[str, Any]) -> Any:
-        """Create an issue, unless an earlier attempt that was cut off has created it."""
-
-        def once() -> Any:
-            found = self._find(message.marker)
-            if found is not None:
-                return self._request("PATCH", f"/{found}", content)
-            new = {k: v for k, v in content.items() if k != "state"} | {"labels": [LABEL]}
-            return self._request("POST", "", new)
-
-        return attempts(once)
-
-    def _find(self, marker: str) -> int | None:
-        for page in range(1, PAGES + 1):
-            query = f"?state=all&labels={LABEL}&per_page=100&page={page}"
-            issues = self._request("GET", query, None)
-            for issue in issues:
-                if marker in (issue.get("body") or ""):
-                    return int(issue["number"])
-            if len(issues) < 100:
-                break
-        return None
-
-    def _call(self, method: str, path: str, content: Any) -> Any:
-        return attempts(lambda: self._request(method, path, content))
-
-    def _request(self, method: str, path: str, content: Any) -> Any:
-        def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
-            request.headers["Authorization"] = f"Bearer {self._token}"
-            return request
-
-        response = http(self.name, method, self._issues + path, content, sign)
-        try:
-            return response.json()
-        except ValueError:
-            raise WebError(f"{self.name}: the answer is not JSON") from None
+    def _find(self, marker: str) -> Any:
+        """Return the issue that an attempt without an answer has created; None if there is none."""
+        issues = self._repository.get_issues(state="all", labels=[LABEL])
+        return next((issue for issue in issues if marker in (issue.body or "")), None)
 
 
-class Slack:
-    """A webhook that takes {"text": ...}. Reports when a topic opens, comes back and closes."""
+class Chat:
+    """One URL of apprise. Reports when a topic opens, comes back and closes."""
 
-    name = "slack"
     updates = False
 
-    def __init__(self) -> None:
-        self._url = os.environ.get(SLACK, "").strip()
-        if not self._url:
-            raise BumpgateError(f"--slack: put the webhook's URL into the environment variable {SLACK}")
-        secure(self._url, SLACK)
+    def __init__(self, url: str, place: str) -> None:
+        apprise = need("apprise", command="--apprise", extra="notify")
+        _silence("apprise")
+        self._client = apprise.Apprise()
+        if not self._client.add(url):
+            raise BumpgateError(f"{place} is not a URL of apprise: see https://github.com/caronc/apprise")
+        service = str(self._client[0].url(privacy=True)).partition(":")[0]
+        self.name = f"{service}:{hashlib.sha256(url.encode()).hexdigest()[:8]}"
 
     def send(self, event: str, message: Message, before: Posted | None) -> Posted:
-        shown = message.text if message.state == "open" else message.text.splitlines()[0]
-        shown = shown[:3000].replace("```", "'''")
-        text = f"*{event}* {message.title}\n```{shown}```"
-        for plain, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
-            text = text.replace(plain, escaped)
-        attempts(lambda: http(self.name, "POST", self._url, {"text": text}, lambda request: request))
+        text = message.text if message.state == "open" else message.text.splitlines()[0]
+        if not self._client.notify(title=f"{event}: {message.title}", body=fenced(text[:MAX_CHAT])):
+            raise ChannelError("not delivered")
         return Posted(message.state, message.digest)
 
 
-class Hook:
-    """A command that reads one JSON object: event, topic, title, text, findings."""
-
-    name = "hook"
-    updates = False
-
-    def __init__(self, command: str) -> None:
-        try:
-            self._argv = shlex.split(command)
-        except ValueError as error:
-            raise BumpgateError(f"--hook: not a command line ({one_line(error)})") from None
-        if not self._argv:
-            raise BumpgateError("--hook: name a command")
-
-    def send(self, event: str, message: Message, before: Posted | None) -> Posted:
-        content = {"event": event, "topic": message.topic, "title": message.title}
-        payload = json.dumps(content | {"text": message.text, "findings": message.keys}) + "\n"
-        program = self._argv[0]
-        try:
-            done = subprocess.run(
-                self._argv,
-                input=payload.encode(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=HOOK_SECONDS,
-                check=False,
-            )
-        except OSError as error:
-            raise WebError(f"hook {program}: cannot be started ({error.strerror})") from None
-        except subprocess.TimeoutExpired:
-            raise WebError(f"hook {program}: did not end within {HOOK_SECONDS:g} s") from None
-        if done.returncode:
-            raise WebError(f"hook {program}: exit code {done.returncode}")
-        return Posted(message.state, message.digest)
+def chats() -> list[Chat]:
+    """Return a channel for each URL of the environment. Raises BumpgateError, without the URL."""
+    urls = os.environ.get(URLS, "").split()
+    if not urls:
+        raise BumpgateError(f"--apprise: put the channels' URLs into the environment variable {URLS}")
+    return [Chat(url, f"URL {n} of {URLS}") for n, url in enumerate(urls, 1)]
 
 
-def _fenced(text: str) -> str:
+def fenced(text: str) -> str:
     """Format text as a code block, in which markup and mentions have no effect."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"
+
+
+def _reason(error: Exception) -> str:
+    """Return the cause of a request's failure. The text of the exception may have a URL."""
+    import requests
+
+    if isinstance(error, requests.Timeout):
+        return f"no answer within {SECONDS} s"
+    if isinstance(error, requests.ConnectionError):
+        return "no connection"
+    return "redirected to another host" if "redirected" in str(error) else one_line(type(error).__name__)
+
+
+def _silence(name: str) -> None:
+    """Keep a library from printing: its messages may have URLs, and failures are one line of ours."""
+    logging.getLogger(name).addHandler(logging.NullHandler())
+    logging.getLogger(name).propagate = False

@@ -1,12 +1,11 @@
-"""`bumpgate notify`: brings the channels up to date with the findings of the history.
+"""`bumpgate notify`: brings issues and chats up to date with the findings of the history.
 
 The state of a channel is stored when it has confirmed a message, so a failed message is sent by the next call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,10 +15,9 @@ from filelock import FileLock
 from bumpgate.core.errors import BumpgateError, loads, one_line
 from bumpgate.history.archive import Archive, default_store
 from bumpgate.notify import channels
-from bumpgate.notify.channels import Channel, GitHubIssues, Hook, Posted, Slack
+from bumpgate.notify.channels import Channel, ChannelError, Posted
 from bumpgate.notify.topics import Message, answer, answered, assign, messages
 from bumpgate.process.home import home
-from bumpgate.process.web import WebError
 
 FAILED = 125
 
@@ -29,8 +27,9 @@ def command(
     github: Annotated[
         str, typer.Option(help="OWNER/REPOSITORY for issues; the token is in BUMPGATE_GITHUB_TOKEN.")
     ] = "",
-    slack: Annotated[bool, typer.Option("--slack", help="The webhook in BUMPGATE_SLACK_WEBHOOK.")] = False,
-    hook: Annotated[str, typer.Option(help="A command that reads one message as JSON.")] = "",
+    apprise: Annotated[
+        bool, typer.Option("--apprise", help="The channels whose apprise URLs are in BUMPGATE_APPRISE_URLS.")
+    ] = False,
     bisect: Annotated[Path | None, typer.Option(help="bisect.json: add its answer to the messages.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the messages; send and store none.")
@@ -44,24 +43,21 @@ def command(
     Exit codes: 0 done, 4 bad input, 125 a channel failed (the next `bumpgate notify` sends what is missing).
     """
     archive = Archive(store or default_store())
-    if not (github or slack or hook):
-        raise BumpgateError("name a channel: --github OWNER/REPOSITORY, --slack or --hook CMD")
+    if not (github or apprise):
+        raise BumpgateError("name a channel: --github OWNER/REPOSITORY or --apprise")
+    targets: list[Channel] = [channels.GitHubIssues(github, connect=not dry_run)] if github else []
+    targets += channels.chats() if apprise else []
     if dry_run:
-        _preview(
-            archive,
-            lane,
-            bisect,
-            [f"github:{github}"] * bool(github) + ["slack"] * slack + ["hook"] * bool(hook),
-        )
+        found = _prepare(archive, lane, bisect, keep=False)
+        for channel in targets:
+            _preview(archive, channel, found)
         return
-    targets: list[Channel] = []
-    targets += [GitHubIssues(github)] if github else []
-    targets += [Slack()] if slack else []
-    targets += [Hook(hook)] if hook else []
-    with _alone():
-        found = _prepare(archive, lane, bisect)
-        failed = [not _deliver(archive, channel, found) for channel in targets]
-    if any(failed):
+    folder = home()
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "notify.lock"):  # another one of this user would send the same messages
+        found = _prepare(archive, lane, bisect, keep=True)
+        delivered = [_deliver(archive, channel, found) for channel in targets]
+    if not all(delivered):
         raise typer.Exit(FAILED)
 
 
@@ -74,35 +70,32 @@ def due(message: Message, before: Posted | None, updates: bool) -> str:
     return "updated" if updates and message.state == "open" and before.digest != message.digest else ""
 
 
-def _prepare(archive: Archive, lane: str, bisect: Path | None, keep: bool = True) -> list[Message]:
+def _prepare(archive: Archive, lane: str, bisect: Path | None, *, keep: bool) -> list[Message]:
     """Assign topics and a bisect's answer, store both if `keep`, and return all messages."""
     raw = _bisect(bisect) if bisect else None
+    sql, tables = archive.sql, archive.tables
     known = archive.findings()
     new = assign(known)
     for one in known:
         one.topic = one.topic or new.get(one.key)
-    tables, sql = archive.tables, archive.sql
     with archive.transaction() as connection:
         stored = {row.topic: row.answer for row in connection.execute(sql.select(tables["topics"]))}
         # The answer to what is gone does not explain what comes later; only the last message has it.
         live = {one.topic for one in known if one.topic and not one.gone}
         answers = {topic: text for topic, text in stored.items() if topic in live}
         ended = {topic: text for topic, text in stored.items() if topic not in live}
+        mine = [one for one in known if not lane or one.lane == lane]
         if raw is not None:
-            shown = [one for one in known if not lane or one.lane == lane]
-            answers |= dict.fromkeys(sorted(answered(raw, shown)), answer(raw))
+            answers |= dict.fromkeys(sorted(answered(raw, mine)), answer(raw))
         if keep:
             table = tables["findings"]
             for key, topic in new.items():
                 connection.execute(sql.update(table).where(table.c.key == key).values(topic=topic))
             table = tables["topics"]
-            for topic in ended:
-                connection.execute(sql.delete(table).where(table.c.topic == topic))
-            for topic, text in answers.items():
-                if stored.get(topic) != text:
-                    connection.execute(sql.delete(table).where(table.c.topic == topic))
-                    connection.execute(sql.insert(table).values(topic=topic, answer=text))
-    mine = [one for one in known if not lane or one.lane == lane]
+            connection.execute(sql.delete(table))
+            if answers:
+                rows = [{"topic": topic, "answer": text} for topic, text in answers.items()]
+                connection.execute(sql.insert(table), rows)
     return messages(mine, ended | answers, channels.secrets())
 
 
@@ -118,59 +111,48 @@ def _bisect(path: Path) -> dict[str, Any]:
     return dict(raw)
 
 
-def _posts(archive: Archive, channel: str) -> dict[str, Posted]:
+def _waiting(
+    archive: Archive, channel: Channel, found: Sequence[Message]
+) -> list[tuple[Message, str, Posted | None]]:
+    """Return what a channel lacks: message, event, and what it has of that topic."""
     table = archive.tables["posts"]
     with archive.transaction() as connection:
-        rows = connection.execute(archive.sql.select(table).where(table.c.channel == channel))
-        return {row.topic: Posted(row.state, row.digest, row.number, row.url) for row in rows}
+        rows = connection.execute(archive.sql.select(table).where(table.c.channel == channel.name))
+        posts = {row.topic: Posted(row.state, row.digest, row.number, row.url) for row in rows}
+    all_ = ((m, due(m, posts.get(m.topic), channel.updates), posts.get(m.topic)) for m in found)
+    return [(message, event, before) for message, event, before in all_ if event]
 
 
-def _keep(archive: Archive, channel: str, topic: str, posted: Posted) -> None:
-    sql, table = archive.sql, archive.tables["posts"]
-    with archive.transaction() as connection:
-        connection.execute(sql.delete(table).where(table.c.topic == topic, table.c.channel == channel))
-        connection.execute(sql.insert(table).values(topic=topic, channel=channel, **vars(posted)))
+def _preview(archive: Archive, channel: Channel, found: Sequence[Message]) -> None:
+    waiting = _waiting(archive, channel, found)
+    for message, event, _ in waiting:
+        typer.echo(f"{channel.name}: would be {event}: {message.title}\n{message.text}\n")
+    if not waiting:
+        typer.echo(f"{channel.name}: nothing new")
 
 
 def _deliver(archive: Archive, channel: Channel, found: Sequence[Message]) -> bool:
     """Send what a channel lacks; return False, with one line, at its first failure."""
-    posts = _posts(archive, channel.name)
-    waiting = [(m, event) for m in found if (event := due(m, posts.get(m.topic), channel.updates))]
-    for sent, (message, event) in enumerate(waiting):
+    sql, table = archive.sql, archive.tables["posts"]
+    waiting = _waiting(archive, channel, found)
+    for sent, (message, event, before) in enumerate(waiting):
         try:
-            posted = channel.send(event, message, posts.get(message.topic))
-        except WebError as error:
+            posted = channels.send(channel, event, message, before)
+        except ChannelError as error:
             left = len(waiting) - sent
             typer.echo(
-                f"bumpgate: {error}; {left} message{'s' * (left != 1)} not sent: the next bumpgate notify sends them",
+                f"bumpgate: {channel.name}: {error}; {left} message{'s' * (left != 1)} not sent: "
+                "the next bumpgate notify sends them",
                 err=True,
             )
             return False
-        _keep(archive, channel.name, message.topic, posted)
+        with archive.transaction() as connection:
+            old = (table.c.topic == message.topic, table.c.channel == channel.name)
+            connection.execute(sql.delete(table).where(*old))
+            new = {"topic": message.topic, "channel": channel.name, **vars(posted)}
+            connection.execute(sql.insert(table).values(**new))
         number = f" #{posted.number}" if posted.number else ""
         typer.echo(f"{channel.name}{number}: {event}: {message.title}")
     if not waiting:
         typer.echo(f"{channel.name}: nothing new")
     return True
-
-
-def _preview(archive: Archive, lane: str, bisect: Path | None, names: Sequence[str]) -> None:
-    found = _prepare(archive, lane, bisect, keep=False)
-    for name in names:
-        posts = _posts(archive, name)
-        waiting = [
-            (m, event) for m in found if (event := due(m, posts.get(m.topic), name.startswith("github")))
-        ]
-        for message, event in waiting:
-            typer.echo(f"{name}: would be {event}: {message.title}\n{message.text}\n")
-        if not waiting:
-            typer.echo(f"{name}: nothing new")
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Wait for another `bumpgate notify` of this user: both would send the same messages."""
-    folder = home()
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "notify.lock"):
-        yield

@@ -69,7 +69,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         [["history", "add", "GATE", "RECORD"], ["history", BREAKS]],
         [["history", "add", "GATE"], ["findings", "list"], ["dashboard", "site"]],
-        [["history", "add", "GATE"], ["notify", "--hook", "cat", "--dry-run"]],
+        [["history", "add", "GATE"], ["notify", "--github", "o/r", "--dry-run"]],
         [["report", "GATE", "--html", "g.html", "--junit", "g.xml", "--markdown", "g.md"]],
         [["report", "RECORD", "--html", "r.html"]],
         [["rebaseline", "--lane", "cpu", "--record", "RECORD", "--other-tree", "--dry-run"]],
@@ -97,7 +97,7 @@ def test_command_reads_lone_surrogates(
         ["findings", "list", "--lane", LONE],
         ["accept", BREAKS, *WHO[:3], LONE, *WHO[4:], "--record", "RECORD"],
         ["accept", BREAKS, *WHO[:5], LONE, *WHO[6:], "--record", "RECORD"],
-        ["notify", "--hook", "cat", "--dry-run", "--lane", LONE],
+        ["notify", "--github", "o/r", "--dry-run", "--lane", LONE],
         ["report", LONE],
         ["gate", "--lane", LONE],
     ],
@@ -126,7 +126,7 @@ def test_dashboard_reads_findings_of_older_histories(
         database.execute("update bumpgate_sightings set detail = ?", (old,))
     capfd.readouterr()
     assert bumpgate(monkeypatch, "findings", "list") == 0
-    assert bumpgate(monkeypatch, "notify", "--hook", "cat", "--dry-run") == 0
+    assert bumpgate(monkeypatch, "notify", "--github", "o/r", "--dry-run") == 0
     assert LONE not in capfd.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""GitHub's issues API and a Slack webhook on loopback, as far as `bumpgate notify` uses them.
+"""GitHub's issues API and a webhook of apprise (json://) on loopback, as far as `bumpgate notify` uses them.
 
 with FakeServices() as services:
     services.url        # GITHUB_API_URL; f"{services.url}/hook/SECRET" is the webhook
@@ -27,7 +27,6 @@ class FakeServices(Loopback):
     lost: int = 0
     requests: list[str] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
-    retry_after: str = ""
 
     @property
     def url(self) -> str:
@@ -50,8 +49,6 @@ class FakeServices(Loopback):
                 payload = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(payload)))
-                if services.retry_after:
-                    self.send_header("Retry-After", services.retry_after)
                 if status in (301, 307):
                     self.send_header(
                         "Location", f"http://localhost:{self.server.server_address[1]}/elsewhere"
@@ -81,17 +78,20 @@ class FakeServices(Loopback):
         if method != "GET" and self.answers:
             return self.answers.pop(0), {"message": f"planted, for {path}"}
         if names[0] == "hook":
-            self.texts.append(content["text"])
+            self.texts.append(f"{content['title']}\n{content['message']}")
             return 200, b"ok"
         if names[:1] != ["repos"] or names[3:4] != ["issues"]:
             return 404, {"message": "Not Found"}
+        if method == "GET" and names[4:]:
+            number = int(names[4])
+            return (200, self.issues[number]) if number in self.issues else (410, {"message": "deleted"})
         if method == "GET":
-            page = int(parse_qs(parts.query)["page"][0])
+            page = int(parse_qs(parts.query).get("page", ["1"])[0])
             return 200, list(self.issues.values())[100 * (page - 1) : 100 * page]
         if method == "POST":
             number = len(self.issues) + 1
-            url = f"https://github.com/{names[1]}/{names[2]}/issues/{number}"
-            self.issues[number] = {"number": number, "html_url": url, "state": "open", **content}
+            url = f"{self.url}/repos/{names[1]}/{names[2]}/issues/{number}"
+            self.issues[number] = {"number": number, "url": url, "html_url": url, "state": "open", **content}
         else:
             number = int(names[4])
             if number not in self.issues:
