@@ -33,6 +33,7 @@ COMMANDS = {
     "report": "bumpgate.report.command:command",
     "history": "bumpgate.report.history:command",
     "dashboard": "bumpgate.report.dashboard:command",
+    "logs": "bumpgate.logs.command:command",
     "notify": "bumpgate.notify.command:command",
     "environments": "bumpgate.env.cached:command",
     "versions": "bumpgate.env.versions:command",

@@ -40,7 +40,7 @@ RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 
 @dataclass(frozen=True)
 class Child:
-    """name: the tag of its lines; launch.logs parses "rank0" as a rank. environment: complete, or None to inherit."""
+    """name: the tag of its lines; bumpgate.logs parses "rank0" as a rank. environment: complete, or None to inherit."""
 
     name: str
     command: Sequence[str]

@@ -1,9 +1,9 @@
 """A launcher that retries a failed run once: python -m launch.retry [--ranks N] -- -m launch.train ...
 
-The last traceback of the first launch is classified by contract.toml's [logs.*]. Only the classes of [retry.error] are
-retried, only if training had not begun, and once. A retry applies four patches, each its own function: the debug level
-in the environment (here) and in the process, lazy groups and the skipped barrier (launch/dist/process_group.py). The
-last line on standard output is the run's, or its first rank's.
+The last traceback of the first launch is classified by bumpgate.logs. Only the families of [retry.error] are retried,
+only if training had not begun, and once. A retry applies four patches, each its own function: the debug level in the
+environment (here) and in the process, lazy groups and the skipped barrier (launch/dist/process_group.py). The last line
+on standard output is the run's, or its first rank's.
 
 Exit codes: the run's own, 1 if it was killed or stopped, 2 bad options, 3 a contradiction of the contract, 128 and the
 number of the signal that stopped the launcher (143 for SIGTERM).
@@ -24,10 +24,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from bumpgate.logs import TRACEBACK, classify, load_families
 from launch.children import Child, ChildError, run
 from launch.contract import PATH, ContractError, section
 from launch.environment import REFUSED, RETRY, RUN
-from launch.logs import TRACEBACK, classify, load_classes
 
 REASON = "BUMPGATE_RETRY_REASON"  # in a retry's environment: the log class of the first failure
 BEGUN = "BUMPGATE_BEGUN"  # path of a file that a run creates once training has begun: failures are then final
@@ -60,9 +60,11 @@ def load_retry(path: Path = PATH) -> Retry:
         )
 
     retry = section("retry", build, path)
-    alerts = {c.name for c in load_classes(path) if c.action == "alert"}
+    alerts = {c.name for c in load_families() if c.action == "alert"}
     if unknown := sorted(set(retry.errors) - alerts):
-        raise ContractError(f"{path.name}: [retry.error.{unknown[0]}] is not a class of [logs] that alerts")
+        raise ContractError(
+            f"{path.name}: [retry.error.{unknown[0]}] is no family of bumpgate/logs that alerts"
+        )
     if retry.lazy_groups not in LAZY_GROUPS or retry.skip_barrier != "expert_parallel":
         raise ContractError(f"{path.name}: [retry] lazy_groups or skip_barrier has an unknown value")
     return retry
@@ -75,7 +77,7 @@ def failure(tail: Sequence[str]) -> tuple[str, ...]:
     """
     begins = [i for i, line in enumerate(tail) if line.startswith(TRACEBACK)]
     report = classify(line + "\n" for line in tail[begins[-1] if begins else 0 :])
-    return tuple(f.log_class.name for f in report.findings if f.alert)
+    return tuple(f.family.name for f in report.findings if f.alert)
 
 
 def relaunch(

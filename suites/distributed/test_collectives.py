@@ -15,8 +15,8 @@ import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from bumpgate.logs import classify
 from launch.children import Child, ChildError, run
-from launch.logs import classify
 from suites.distributed.nccl import killed_by
 from suites.distributed.ranks import run_shared
 from suites.support.lanes import Lane, lanes
@@ -114,7 +114,7 @@ def test_divergent_guards_time_out_with_a_reason(lane: Lane, results, errors: Pa
     if lane.device == "cuda":
         assert reason == "ended with -6"
         reason = killed_by(f"{errors}-0")
-    found = [finding.log_class.name for finding in classify([f"{reason}\n"]).findings]
+    found = [finding.family.name for finding in classify([f"{reason}\n"]).findings]
     row(
         "distributed/divergent_guards/reason",
         " ".join(found),

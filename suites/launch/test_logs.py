@@ -5,34 +5,49 @@ The corpus is fixtures/logs; its NOTICE lists which lines were measured and whic
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import random
 import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from bumpgate import cli
+from bumpgate.logs import (
+    ALERT,
+    CLEAN,
+    TRACEBACK,
+    UNKNOWN,
+    Family,
+    LogsError,
+    classify,
+    classify_files,
+    load_families,
+)
+from bumpgate.logs.families import FAMILIES as FAMILIES_FILE
+from bumpgate.logs.families import ZERO, compile_pattern, load_issues
+from bumpgate.logs.reader import LINE, MEMO, Reader, pieces
+from bumpgate.logs.report import compare
 from launch import contract
-from launch.contract import ContractError
-from launch.logs import ALERT, CLEAN, UNKNOWN, LogClass, classify, load_classes, read_lines
-from launch.logs.__main__ import main
-from launch.logs.classes import compile_pattern
-from launch.logs.reader import LINE, MEMO, ZERO, _Reader
 from model import preset
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
 FILES = {
-    path.stem: [line for line in read_lines(path) if not line.startswith("# ")]
+    path.stem: [line for line in path.open() if not line.startswith("# ")]
     for path in sorted((ROOT / "fixtures" / "logs").glob("*.log"))
 }
-CLASSES = load_classes()
-NAMES = [c.name for c in CLASSES]
+FAMILIES = load_families()
+NAMES = [c.name for c in FAMILIES]
 EITHER = "{recompile|cache_size}_limit"
 HERE = "W0102 03:04:05.006000 7 torch/_dynamo/x.py:8] [0/0] "
 
@@ -46,6 +61,7 @@ NOT_AT_ONCE = {
     "graph_break": ("count", 13, ()),
     "recompile": ("count", 8, ()),
     "xla_compile": ("count", 2, ()),
+    "cuda_graphs": ("count", 8, ()),
     "triton_builtin": ("ignore", None, ()),
     "advice": ("ignore", None, ()),
 }
@@ -75,7 +91,34 @@ NEAR = {
     "kernel_wheel": "ModuleNotFoundError: No module named 'tritonclient_demo'",
     "rank_failed": "Sending batch 7 to process 3",
     "xla_compile": "Counter: CachedCompile",
-    "triton_builtin": HERE + "Dynamo does not know how to trace the builtin `mylib.frob.` This function is",
+    "triton_builtin": HERE + "Dynamo knows how to trace the builtin len",
+    "recompile_error": "recompile stance: fail_on_recompile is on",
+    "suppressed_error": "step WON'T BE CONVERTED",
+    "data_dependent": "the expression is data-dependent",
+    "fake_tensor": "FakeTensor mode is on, storage is not allocated yet",
+    "unsupported": "torch._dynamo.exc is imported",
+    "checkpoint": "torch.utils.checkpoint: 12 blocks are recomputed",
+    "ptxas": "ptxas info    : Used 168 registers",
+    "launcher": "launcher() has 12 arguments",
+    "mlir_crash": "mlir pass manager ran 12 passes",
+    "triton_compile": "Triton compilation succeeded: triton_poi_fused_cat_2",
+    "kernel_cache": "cache in /home/user/.triton/cache, 12 files",
+    "compiler": "C++ compiler: /usr/bin/g++",
+    "ecc": "ECC mode: enabled, 0 errors",
+    "illegal_access": "memory access pattern: coalesced",
+    "cublas": "cuBLAS workspace 8 MiB",
+    "launch_failure": "launch bounds 128, operation permitted",
+    "vmem_out_of_memory": "vmem limit 16.00M",
+    "data_worker": "DataLoader worker (pid 7) started",
+    "shared_memory": "shared memory (shm) 64 GiB",
+    "driver": "NVIDIA driver 580.159.04",
+    "cuda_graphs": "recording cudagraphs of 12 sizes",
+    "xla_cache": "deserialized executable from the cache",
+    "xla_flag": "flags in XLA_FLAGS: --xla_dump_to=/x",
+    "tpu_lock": "The TPU is used by this process",
+    "xla_mesh": "mesh of 8 devices, shape (2, 4)",
+    "nccl_error": "NCCL errors handled: 0",
+    "crash": "segment 12 of 13, freed pointers: 0",
     "advice": "UserWarning: optimizer.step() was never called",
 }
 
@@ -84,20 +127,20 @@ def corpus() -> list[str]:
     return [line for lines in FILES.values() for line in lines]
 
 
-def counted(lines: list[str], classes: tuple[LogClass, ...] = CLASSES) -> dict[str, dict[int | None, int]]:
+def counted(lines: list[str], classes: tuple[Family, ...] = FAMILIES) -> dict[str, dict[int | None, int]]:
     """Count records by class and rank; unknown ones under "unknown"."""
     report = classify(lines, classes)
-    out = {f.log_class.name: dict(f.by_rank) for f in report.findings}
+    out = {f.family.name: dict(f.by_rank) for f in report.findings}
     return out | {"unknown": {None: report.unknown_count}}
 
 
-def without(name: str, wording: str, instead: str = "") -> tuple[LogClass, ...]:
+def without(name: str, wording: str, instead: str = "") -> tuple[Family, ...]:
     """Return the contract with one wording of one class removed or replaced by `instead`."""
-    old = next(c for c in CLASSES if c.name == name)
+    old = next(c for c in FAMILIES if c.name == name)
     assert any(wording in p for p in old.patterns), f"{name} has no wording {wording!r}"
     patterns = tuple(p.replace(wording, instead) if instead else p for p in old.patterns)
     kept = patterns if instead else tuple(p for p in old.patterns if wording not in p)
-    return tuple(replace(c, patterns=kept) if c.name == name else c for c in CLASSES)
+    return tuple(replace(c, patterns=kept) if c.name == name else c for c in FAMILIES)
 
 
 @lanes("cpu")
@@ -113,14 +156,14 @@ def test_log_corpus_has_no_unclassified_line(lane: Lane, row) -> None:
         expected=0,
         evidence=[f"{name}: {text}" for name, r in reports.items() for text in r.unknown],
     )
-    seen = {f.log_class.name for r in reports.values() for f in r.findings}
+    seen = {f.family.name for r in reports.values() for f in r.findings}
     row(
         f"launch/logs-{lane.name}/classes_seen",
         len(seen),
         unit="count",
         witness=sum(f.count for r in reports.values() for f in r.findings),
         rule="C26",
-        expected=len(CLASSES),
+        expected=len(FAMILIES),
         evidence=[f"no line of {name}" for name in NAMES if name not in seen],
     )
 
@@ -130,7 +173,7 @@ def test_every_pattern_has_a_corpus_line(lane: Lane) -> None:
     lines = [line.translate(ZERO) for line in corpus()]
     missing = [
         (c.name, pattern)
-        for c in CLASSES
+        for c in FAMILIES
         for pattern in c.patterns
         if not any(compile_pattern(pattern)[1].search(line) for line in lines)
     ]
@@ -140,7 +183,7 @@ def test_every_pattern_has_a_corpus_line(lane: Lane) -> None:
 @lanes("cpu")
 def test_classes_alert_as_reviewed(lane: Lane) -> None:
     """The other tests of a class take its action and its bound from the contract."""
-    stated = {c.name: (c.action, c.bound, c.companions) for c in CLASSES}
+    stated = {c.name: (c.action, c.bound, c.companions) for c in FAMILIES}
     assert stated == dict.fromkeys(NEAR, ("alert", None, ())) | NOT_AT_ONCE
 
 
@@ -188,7 +231,7 @@ def test_dropped_wording_is_detected(lane: Lane, name: str, wording: str, instea
         "train.py:3: UserWarning: something new",
         "SomeNewError: text",
         "terminate called after throwing an instance of 'frob'",
-        "Segmentation fault (core dumped)",
+        "Illegal instruction (core dumped)",
     ],
 )
 def test_line_of_no_class_is_reported_as_unknown(lane: Lane, line: str) -> None:
@@ -209,7 +252,7 @@ def test_line_of_no_class_is_reported_as_unknown(lane: Lane, line: str) -> None:
 )
 def test_non_finite_loss_is_found_by_any_name(lane: Lane, line: str) -> None:
     (finding,) = classify([line + "\n", line.replace("oss", "osses").replace("nan", "nancy") + "\n"]).findings
-    assert (finding.log_class.name, finding.alert) == ("non_finite", True)
+    assert (finding.family.name, finding.alert) == ("non_finite", True)
 
 
 @lanes("cpu")
@@ -264,7 +307,7 @@ def test_bound_applies_to_each_rank(lane: Lane, ranks: int, name: str, over: int
         "recompile": "Recompiling function f in a.py:1",
         "graph_break": "Graph break in user code at a.py:1",
     }
-    bound = next(c.bound for c in CLASSES if c.name == name)
+    bound = next(c.bound for c in FAMILIES if c.name == name)
     lines = [
         f"[rank{r}]:V0102 03:04:{n:02}.000000 {r} a.py:1] [0/1] [__x] {text[name]}\n"
         for n in range(bound + over)
@@ -285,7 +328,7 @@ def test_events_with_one_timestamp_are_all_counted(lane: Lane) -> None:
 def test_graph_break_bound_follows_from_the_model(lane: Lane) -> None:
     letters = contract.load().disabled_letters("whole_disabled")
     derived = sum(letter in letters for letter in preset("nam52").letters)
-    assert next(c.bound for c in CLASSES if c.name == "graph_break") == derived
+    assert next(c.bound for c in FAMILIES if c.name == "graph_break") == derived
 
 
 @lanes("cpu")
@@ -301,7 +344,7 @@ def test_correlation_needs_the_same_rank_and_few_lines(
     own, other = "[rank0]: step 1 loss 2.5\n", "[rank2]: step 1 loss 2.5\n"
     ends = [candidate, failure] if first == "candidate" else [failure, candidate]
     report = classify([ends[0], *[own, other] * gap, ends[1]])
-    found = {f.log_class.name: f.alert for f in report.findings}
+    found = {f.family.name: f.alert for f in report.findings}
     assert found == {"autotune_candidate": alert, "compile_worker": True}
 
 
@@ -345,7 +388,7 @@ def test_restart_after_torchrun_summary_is_read(lane: Lane) -> None:
 
 @lanes("cpu")
 @pytest.mark.parametrize("name", ["full", "file_limit"])
-def test_full_disk_is_its_own_log_class(lane: Lane, name: str) -> None:
+def test_full_disk_is_its_own_family(lane: Lane, name: str) -> None:
     """Rule C19: Inductor's traceback from a full cache is neither a model bug nor a compile error."""
     assert counted(FILES[name]) == {"disk_full": {None: 1}, "unknown": {None: 0}}
 
@@ -354,9 +397,9 @@ def test_full_disk_is_its_own_log_class(lane: Lane, name: str) -> None:
 def test_memory_does_not_grow_with_the_log(lane: Lane) -> None:
     words = [f"w{chr(97 + i)}{chr(97 + j)}" for i in range(26) for j in range(26)]
     pick = random.Random(0)
-    reader = _Reader(CLASSES)
+    reader = Reader(FAMILIES)
     lines = (f"[rank{n % 9}]:Error: {' '.join(pick.choices(words, k=9))}\n" for n in range(2 * MEMO))
-    assert reader.read(lines) == 2 * MEMO
+    assert reader.read(line.encode() for line in lines) == 2 * MEMO
     assert len(reader.memo) <= MEMO
     assert (
         sum(n for n, _ in reader.unknown.values()) == 2 * MEMO
@@ -368,7 +411,7 @@ def test_memory_does_not_grow_with_the_log(lane: Lane) -> None:
 @lanes("cpu")
 def test_line_without_end_is_read_in_pieces(lane: Lane, tmp_path: Path) -> None:
     (path := tmp_path / "x.log").write_text("a" * 3 * LINE)
-    assert [len(piece) for piece in read_lines(path)] == [LINE] * 3
+    assert [len(piece) for piece in pieces(path.open("rb"))] == [LINE] * 3
 
 
 @lanes("cpu")
@@ -378,50 +421,281 @@ def test_line_without_end_is_read_in_pieces(lane: Lane, tmp_path: Path) -> None:
         (
             'action = "count"\nbound = 13\n',
             'action = "count"\n',
-            "[logs.graph_break] has a wrong or missing 'bound'",
+            "[graph_break] has a wrong or missing 'bound'",
         ),
         ('action = "correlate"', 'action = "guess"', "'action'"),
         ("within = 200", "within = 0", "'within'"),
-        ('"compile_worker"]', '"no_such_class"]', "no_such_class"),
-        ("float00", "float32", "[logs.advice] has a wrong or missing 'patterns'"),
+        ('"compile_worker"]', '"no_such_family"]', "no_such_family"),
+        ("TensorFloat00", "TensorFloat32", "[advice] has a wrong or missing 'patterns'"),
         ('rule = "C19"', 'rule = "disk"', "'rule'"),
-        ('"BrokenProcessPool", ', "1, ", "[logs.compile_worker]"),
+        ('"BrokenProcessPool", ', "1, ", "[compile_worker]"),
+        ("(?P<path>/[^']+)", "([", "'facts'"),
+        ("look = ", "loook = ", "[disk_full] is misshapen"),
     ],
 )
-def test_invalid_log_classes_are_refused(lane: Lane, old: str, new: str, words: str, tmp_path: Path) -> None:
-    text = contract.PATH.read_text()
+def test_invalid_families_are_refused(lane: Lane, old: str, new: str, words: str, tmp_path: Path) -> None:
+    text = FAMILIES_FILE.read_text()
     assert old in text
-    (path := tmp_path / "contract.toml").write_text(text.replace(old, new))
-    with pytest.raises(ContractError, match=re.escape(words)) as caught:
-        load_classes(path)
+    (path := tmp_path / "families.toml").write_text(text.replace(old, new))
+    with pytest.raises(LogsError, match=re.escape(words)) as caught:
+        load_families(path)
     assert "\n" not in str(caught.value)
 
 
-@lanes("cpu")
-def test_logs_command(lane: Lane, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(lines: list[str], *flags: str) -> tuple[int, str]:
-        (path := tmp_path / "x.log").write_text("".join(lines))
-        return main([str(path), *flags]), capsys.readouterr().out
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Run `bumpgate logs` in this process; return its exit code and output."""
 
-    assert run(["step 1 loss 2.5\n"]) == (CLEAN, "1 lines, 0 unknown records\n")
-    code, text = run(FILES["ranks"])
-    assert code == ALERT
-    assert re.search(r"ALERT +recompile_limit +2 +alert +line \d+ rank [01]", text)
-    code, text = run([HERE + "new\n"], "--json")
-    assert (code, json.loads(text)["unknown"][0]["first"]["level"]) == (UNKNOWN, "W")
-    assert run(FILES["builtin"], "--bound", "recompile=0")[0] == CLEAN
-    breaks = [line for line in FILES["breaks"] if "Tensor.item()" not in line]
-    assert run(breaks, "--bound", "graph_break=4")[0] != ALERT
-    assert run(breaks, "--bound", "graph_break=3")[0] == ALERT
-    for wrong in (["/absent/x.log"], [], [str(tmp_path / "x.log"), "--bound", "disk_full=1"]):
+    def call(*arguments: str, stdin: str = "") -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["bumpgate", "logs", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         with pytest.raises(SystemExit) as caught:
-            main(wrong)
-        assert caught.value.code == 2
+            cli.main()
+        return int(caught.value.code or 0), "".join(capsys.readouterr())
+
+    return call
 
 
 @lanes("cpu")
-def test_logs_command_does_not_import_torch(lane: Lane) -> None:
-    code = "import sys, launch.logs.__main__; sys.exit('torch' in sys.modules)"
+def test_logs_command(lane: Lane, tmp_path: Path, run) -> None:
+    def write(lines: list[str]) -> str:
+        (path := tmp_path / "x.log").write_text("".join(lines))
+        return str(path)
+
+    assert run(write(["step 1 loss 2.5\n"])) == (CLEAN, "1 lines, 0 unknown events\n")
+    assert run("-", stdin="step 1 loss: nan\n")[0] == ALERT
+    code, text = run(write(FILES["ranks"]))
+    assert code == ALERT
+    assert re.search(r"ALERT +recompile_limit: 2 events on 2 ranks, first \S+:\d+ rank [01]", text)
+    code, text = run(write([HERE + "new\n"]), "--json")
+    assert (code, json.loads(text)["unknown"][0]["first"]["level"]) == (UNKNOWN, "W")
+    assert run(write(FILES["builtin"]), "--bound", "recompile=0")[0] == CLEAN
+    breaks = [line for line in FILES["breaks"] if "Tensor.item()" not in line]
+    assert run(write(breaks), "--bound", "graph_break=4")[0] != ALERT
+    assert run(write(breaks), "--bound", "graph_break=3")[0] == ALERT
+    code, text = run(write(FILES["ranks"]), "--markdown")
+    assert code == ALERT
+    assert text.startswith("### First cause: ")
+    for wrong in (
+        ["/absent/x.log"],
+        [],
+        [str(tmp_path / "x.log"), "--bound", "disk_full=1"],
+        [str(tmp_path / "x.log"), "--bound", "graph_break"],
+    ):
+        code, text = run(*wrong)
+        assert (code, text.count("\n")) == (4, 1), wrong
+
+
+@lanes("cpu")
+@planted("C26", "a log that is packed, damaged, or no text")
+def test_inputs_are_read_or_refused(lane: Lane, tmp_path: Path, run) -> None:
+    text = "step 1 loss 2.5\nRuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+    (tmp_path / "rank3.log.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "rank1.log").write_text("step 1 loss 2.5\n")
+    report = classify_files([tmp_path])
+    (finding,) = report.findings
+    assert (finding.by_rank, finding.first.facts["requested"]) == ({3: 1}, "2.00 GiB")
+    assert finding.first.place.endswith("rank3.log.gz:2 rank 3")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "utf16.log").write_text(text, encoding="utf-16")
+    (tmp_path / "random.log").write_bytes(random.Random(0).randbytes(9999))
+    (tmp_path / "cut.log.gz").write_bytes(gzip.compress(text.encode() * 9999)[:-99])
+    for name, words in (
+        ("utf16.log", "not text"),
+        ("random.log", "not text"),
+        ("empty", "without files"),
+        ("cut.log.gz", "damaged"),
+    ):
+        code, output = run(str(tmp_path / name))
+        assert (code, words in output, output.count("\n")) == (4, True, 1), output
+
+
+PREFIXES = {
+    "srun": lambda n, rank: f"{rank}: ",
+    "srun, padded": lambda n, rank: f" {rank}: ",
+    "Kubernetes": lambda n, rank: f"2026-01-02T03:04:{n % 60:02}.{n:09}Z ",
+    "CRI": lambda n, rank: f"2026-01-02T03:04:{n % 60:02}.{n:09}Z stderr F ",
+    "Ray": lambda n, rank: f"(TrainWorker pid={4000 + rank}, ip=10.0.0.{rank}) ",
+    "platform": lambda n, rank: f"[2026-01-02 03:04:{n % 60:02}] job-{rank} || ",
+    "compose": lambda n, rank: f"trainer-{rank}  | ",
+    "nested": lambda n, rank: f"2026-01-02T03:04:05Z node-{rank}: [default{rank}]:",
+}
+
+
+@lanes("cpu")
+@planted("C26", "a launcher's prefix before every line")
+def test_prefix_hides_nothing(lane: Lane, row) -> None:
+    """Each log of the corpus gives the same findings behind each launcher's prefix."""
+    differ, seen = [], 0
+    for prefix, name in product(PREFIXES, FILES):
+        lines = FILES[name]
+        if len(lines) < 2 or any("[rank" in line for line in lines):
+            continue
+        plain, behind = (
+            classify(lines),
+            classify(PREFIXES[prefix](n, 2) + line for n, line in enumerate(lines)),
+        )
+        counts = [{f.family.name: f.count for f in report.findings} for report in (plain, behind)]
+        seen += sum(counts[0].values())
+        if counts[0] != counts[1] or plain.unknown_count != behind.unknown_count:
+            differ.append(f"{prefix}, {name}: {counts[0]} -> {counts[1]}, {list(behind.unknown)}")
+    row(
+        f"launch/logs-{lane.name}/logs_changed_by_a_prefix",
+        len(differ),
+        unit="count",
+        witness=seen,
+        rule="C26",
+        expected=0,
+        evidence=differ,
+    )
+
+
+@lanes("cpu")
+def test_prefix_is_learned_only_from_a_column_of_most_lines(lane: Lane) -> None:
+    lines = ["12: RuntimeError: x\n", *["step 3 loss 2.5\n"] * 9]
+    ((_, event),) = classify(lines).unknown.values()
+    assert (event.rank, event.text) == (None, "12: RuntimeError: x")
+    behind = [f"{n % 2}: {line}" for n, line in enumerate(lines)]
+    ((_, event),) = classify(behind).unknown.values()
+    assert (event.rank, event.text) == (0, "12: RuntimeError: x")
+    steps = [f"step:{n}/99 train_loss:2.5 grad:1.5\n" for n in range(50)]
+    assert classify([*steps, "step:51/99 train_loss:nan grad:1.5\n"]).exit_code == ALERT
+
+
+@lanes("cpu")
+@planted("X13", "a value that is not finite, as trainers print it")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{'loss': 1.7, 'grad_norm': nan, 'epoch': 0.01}",
+        "step: 55  loss:      nan  grad_norm:     nan",
+        " iteration 7/ 9 | lm loss: NAN | grad norm: INF |",
+        '{"step": 8, "loss": NaN}',
+        "loss=tensor(nan, device='cuda:0')",
+        "'loss': 'nan'",
+        "| loss | nan |",
+        "lr=0, noise_step_loss=nan]",
+        "train/loss: inf",
+        "Loss is nan, stopping training",
+        "grad norm -inf",
+        "val_perplexity: inf",
+    ],
+)
+def test_non_finite_value_is_found_in_every_format(lane: Lane, line: str) -> None:
+    report = classify(["step 1\n", line + "\n"])
+    assert [f.family.name for f in report.alerts] == ["non_finite"]
+    finite = re.sub("(?i)nan|inf", "2.5", line)
+    assert classify(["step 1\n", finite + "\n"]).exit_code == CLEAN
+    assert classify(["step 1\n", f"best_{line.lstrip(' {|')}\n".replace("best_'", "'best ")]).lines == 2
+
+
+@lanes("cpu")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "best loss: inf",
+        "best_val_loss=inf",
+        "max_grad_norm: inf",
+        "nan_loss: 0.1",
+        "loss_nan: 0",
+        "infinitesimal loss 1",
+        "lossnan",
+    ],
+)
+def test_values_that_may_be_infinite_do_not_alert(lane: Lane, line: str) -> None:
+    assert classify([line + "\n"]).exit_code == CLEAN
+
+
+@lanes("cpu")
+@planted("C26", "a failure of one rank, reported by the others and the launcher before it")
+def test_first_cause_is_the_failure_and_not_its_consequences(lane: Lane) -> None:
+    lines = [
+        "[rank0]:[E102 03:04:09.000000000 ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught collective operation "
+        "timeout: WorkNCCL(SeqNum=8, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=600000) ran for 600020 ms\n",
+        "[rank1]:[E102 03:04:05.000000000 ProcessGroupNCCL.cpp:1595] [PG ID 2 PG GUID 3 Rank 1] Process group watchdog "
+        "thread terminated with exception: CUDA error: an illegal memory access was encountered\n",
+        "CUDA kernel errors might be asynchronously reported at some other API call\n",
+        "Exception raised from c10_cuda_check_implementation at CUDAException.cpp:43 (most recent call first):\n",
+        "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96\n",
+        "\n",
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n",
+        "E0102 03:04:10.000000 7 torch/distributed/elastic/multiprocessing/api.py:882] failed (exitcode: -6) "
+        "local_rank: 1 (pid: 9)\n",
+    ]
+    report = classify(lines)
+    assert [f.family.name for f in report.alerts] == ["illegal_access", "collective_timeout", "rank_failed"]
+    assert (report.alerts[0].first.rank, report.unknown_count) == (1, 0)
+    assert report.alerts[1].first.facts == {
+        "sequence": "8", "collective": "ALLREDUCE", "elements": "4", "limit_ms": "600000",
+    }  # fmt: skip
+    assert report.alerts[2].first.facts == {"exit_code": "-6", "local_rank": "1"}
+
+
+@lanes("cpu")
+@planted("C26", "the message of a logger that explains an exception")
+def test_exception_below_a_loggers_message_is_its_event(lane: Lane) -> None:
+    trace = [TRACEBACK + "\n", '  File "a.py", line 3, in f\n', "    g()\n"]
+    message = (
+        "ERROR:torch._inductor.select_algorithm:Exception out of resource: x Required: 2 Hardware limit:1 "
+        "for benchmark choice y\n"
+    )
+    report = classify(
+        [message, *trace, "RuntimeError: out of resource: x Required: 2 Hardware limit:1\n", "step 2\n"]
+    )
+    assert ({f.family.name: f.count for f in report.findings}, report.exit_code) == (
+        {"autotune_candidate": 1},
+        CLEAN,
+    )
+    report = classify(
+        ["ERROR:root:the step failed\n", *trace, "RuntimeError: CUDA out of memory. Tried to allocate\n"]
+    )
+    assert ({f.family.name: f.count for f in report.findings}, report.unknown_count) == (
+        {"cuda_out_of_memory": 1},
+        0,
+    )
+    vllm = "(EngineCore_DP0 pid=73) ERROR 01-28 17:37:45 [core.py:866] "
+    behind = [
+        vllm + line
+        for line in [
+            *trace,
+            '    raise RuntimeError("CUDA out of memory. Tried to allocate")\n',
+            "ValueError: x\n",
+        ]
+    ]
+    assert counted(behind) == {"unknown": {None: 1}}
+
+
+@lanes("cpu")
+def test_two_runs_are_compared_by_family(lane: Lane) -> None:
+    before = classify(["Recompiling function f in a.py:1\n", "OldError: a\n"])
+    after = classify(
+        ["Recompiling function f in a.py:1\n", "Recompiling function g in a.py:2\n", "NewError: b\n"]
+    )
+    assert [(d.label, d.name) for d in compare(before, after)] == [
+        ("NEW", "unknown: NewError: b"),
+        ("MORE", "recompile"),
+        ("GONE", "unknown: OldError: a"),
+    ]
+    assert compare(before, before) == []
+
+
+@lanes("cpu")
+def test_known_issues_match_their_log_and_no_other(lane: Lane) -> None:
+    issues = {issue.name: issue for issue in load_issues()}
+    assert len(issues) >= 8
+    for path in sorted((ROOT / "fixtures" / "logs" / "known").glob("*.log")):
+        report = classify(path.open())
+        assert {f.issue.name for f in report.findings if f.issue} == {path.stem}, path
+        issues.pop(path.stem)
+    assert issues == {}
+
+
+@lanes("cpu")
+def test_logs_import_the_standard_library_alone(lane: Lane) -> None:
+    code = "import sys, bumpgate.logs; sys.exit('torch' in sys.modules or 'typer' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from bumpgate.logs import classify, load_families
 from launch import contract as contracts
 from launch import retry as retries
 from launch.children import ChildError
 from launch.contract import ContractError
 from launch.environment import RETRY, RUN
-from launch.logs import classify, load_classes, read_lines
 from launch.retry import BEGUN, DEBUG, REASON, Stall, failure, load_retry, main, passed, relaunch, supervise
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
@@ -84,10 +84,10 @@ def a_line_of_each_class() -> dict[str, str]:
     """Return alerting class -> a line of the corpus that belongs to this class only."""
     found = {}
     for path in sorted((ROOT / "fixtures" / "logs").glob("*.log")):
-        for line in read_lines(path):
+        for line in path.read_text().splitlines(keepends=True):
             report = classify([line])
             if not line.startswith(("#", "[rank")) and len(report.findings) == 1 and report.findings[0].alert:
-                found.setdefault(report.findings[0].log_class.name, line.rstrip("\n"))
+                found.setdefault(report.findings[0].family.name, line.rstrip("\n"))
     return found
 
 
@@ -97,7 +97,7 @@ def test_only_listed_errors_are_retried(lane: Lane, launches: Launches, row) -> 
     """Every alerting class of the log, each printed by a real child that fails."""
     lines, again = a_line_of_each_class(), set()
     listed = set(load_retry().errors)
-    assert listed < {c.name for c in load_classes() if c.action == "alert"}
+    assert listed < {c.name for c in load_families() if c.action == "alert"}
     for name, line in lines.items():
         assert launches(fails(line)) == 1
         if len(launches.started) > 1:
@@ -232,9 +232,9 @@ def test_invalid_retry_table_is_refused(lane: Lane, tmp_path: Path) -> None:
         (
             "[retry.error.bootstrap]",
             "[retry.error.bootstrop]",
-            r"\[retry.error.bootstrop\] is not a class of \[logs\]",
+            r"\[retry.error.bootstrop\] is no family of bumpgate/logs",
         ),
-        ("[retry.error.bootstrap]", "[retry.error.graph_break]", "is not a class of .* that alerts"),
+        ("[retry.error.bootstrap]", "[retry.error.graph_break]", "is no family of .* that alerts"),
         ("[retry.times]", "[retry.often]", r"\[retry\] is missing or misshapen"),
         ('value = "cuda"', 'value = "sometimes"', "lazy_groups or skip_barrier has an unknown value"),
     ):
