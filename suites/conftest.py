@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
 from bumpgate.plugin import lane_of
-from bumpgate.plugin.rows import MACHINE_STATE, baseline_path, lane_baseline, report_canaries
+from bumpgate.plugin.rows import MACHINE_STATE, baseline_path, lane_baseline
 from bumpgate.plugin.scheduling import alone, turn
 from bumpgate.process.gpu_shares import untimed
 from suites.support.planted import planted_faults as planted_faults
@@ -26,12 +26,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
 
 
-@pytest.fixture
-def canaries() -> Callable[..., None]:
-    """Check the named instruments in this process, once; a row that names an unchecked one is INSTRUMENT."""
-    from suites.support.canaries import prove
+@pytest.hookimpl(optionalhook=True)  # without the plugin, the root conftest says so
+def pytest_bumpgate_canaries() -> Mapping[str, Callable[[], None]]:
+    from suites.support.canaries import CANARIES
 
-    return lambda *names: report_canaries(prove(names))
+    return CANARIES
 
 
 @pytest.fixture

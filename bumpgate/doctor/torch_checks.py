@@ -17,7 +17,10 @@ CANARY_SECONDS = 600
 # No device may be used before all other checks pass: a context that a broken torch opens stays on the GPU.
 BLIND = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
 IMPORT = "import json, torch; print(json.dumps([torch.__version__, str(torch.ones(2).sum().item())]))"
-CANARIES = "import json; from suites.support.canaries import CANARIES, prove; print(json.dumps(prove(list(CANARIES))))"
+CANARIES = (
+    "import json; from bumpgate.plugin.instruments.canaries import prove; "
+    "from suites.support.canaries import CANARIES; print(json.dumps(prove(CANARIES)))"
+)
 CONFIGURATION = """
 import json, pkgutil, sys
 def read(name):

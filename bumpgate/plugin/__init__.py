@@ -32,6 +32,12 @@ GREEN = pytest.StashKey[bool]()
 LANES = pytest.StashKey[Mapping[str, Lane]]()
 
 
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    from bumpgate.plugin import hooks
+
+    pluginmanager.add_hookspecs(hooks)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("bumpgate")
     group.addoption(

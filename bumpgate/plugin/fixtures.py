@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def row(request: pytest.FixtureRequest) -> Iterator[RowRecorder]:
-    """Report measured values; see bumpgate.plugin.rows.RowRecorder.__call__ for the signature."""
+    """Report measured values; see bumpgate.plugin.rows.RowRecorder for its verbs."""
     from bumpgate.plugin.rows import recorder
 
     yield from recorder(request)
@@ -40,29 +40,46 @@ def paired_timer(exclusive_machine: None) -> Callable[..., Rounds]:
 
 
 @pytest.fixture
-def canaries() -> Callable[..., None]:
-    """Check the named instruments in this process, once; a row that names an unchecked one is INSTRUMENT."""
-    from bumpgate.plugin.instruments.canaries import prove
-    from bumpgate.plugin.rows import report_canaries
+def canaries(request: pytest.FixtureRequest) -> Callable[..., dict[str, str]]:
+    """Check the named instruments in this process, once, and make every row of the test depend on them.
 
-    return lambda *names: report_canaries(prove(names))
+    The returned function takes the names of canaries: the plugin's and what pytest_bumpgate_canaries adds. It returns
+    name -> reason of a failure, "" for a pass. A row is INSTRUMENT if one of its canaries failed.
+    """
+    from bumpgate.core.rows import RowError
+    from bumpgate.plugin.instruments.canaries import CANARIES, prove
+    from bumpgate.plugin.rows import CANARY_RESULTS, INSTRUMENTS
+
+    item, known = request.node, request.config.stash.setdefault(CANARY_RESULTS, {})
+
+    def require(*names: str) -> dict[str, str]:
+        programs = dict(CANARIES)
+        for more in item.ihook.pytest_bumpgate_canaries():
+            programs |= more
+        if unknown := [name for name in names if name not in programs]:
+            raise RowError(f"no canary {unknown[0]!r}; canaries: {', '.join(programs)}")
+        known.update(prove({name: programs[name] for name in names if name not in known}))
+        item.stash[INSTRUMENTS] = tuple(dict.fromkeys((*item.stash.get(INSTRUMENTS, ()), *names)))
+        return {name: known[name] for name in names}
+
+    return require
 
 
 @pytest.fixture
-def dynamo_watch(request: pytest.FixtureRequest, canaries: Callable[..., None]) -> type[DynamoWatch]:
+def dynamo_watch(canaries: Callable[..., object]) -> type[DynamoWatch]:
     """bumpgate.plugin.instruments.DynamoWatch: graphs, breaks with reason and call site, recompiles with their guards.
 
     Every row of the test is INSTRUMENT if one of its canaries fails.
     """
     from bumpgate.plugin.instruments import DynamoWatch
 
-    _require(request, canaries, "graphs", "graph_breaks", "recompiles")
+    canaries("graphs", "graph_breaks", "recompiles")
     return DynamoWatch
 
 
 @pytest.fixture
 def inductor_watch(
-    request: pytest.FixtureRequest, canaries: Callable[..., None]
+    canaries: Callable[..., object],
 ) -> Callable[[], AbstractContextManager[InductorReport]]:
     """bumpgate.plugin.instruments.inductor_watch: generated kernels, bytes, cache events by layer.
 
@@ -70,13 +87,5 @@ def inductor_watch(
     """
     from bumpgate.plugin.instruments import inductor_watch
 
-    _require(request, canaries, "inductor", "cache")
+    canaries("inductor", "cache")
     return inductor_watch
-
-
-def _require(request: pytest.FixtureRequest, canaries: Callable[..., None], *names: str) -> None:
-    """Check these instruments, and make every row of the test depend on them."""
-    from bumpgate.plugin.rows import INSTRUMENTS
-
-    canaries(*names)
-    request.node.stash[INSTRUMENTS] = (*request.node.stash.get(INSTRUMENTS, ()), *names)

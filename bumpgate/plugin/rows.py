@@ -9,11 +9,13 @@ from __future__ import annotations
 import errno
 import json
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import pytest
 from packaging.requirements import InvalidRequirement, Requirement
@@ -28,6 +30,9 @@ from bumpgate.plugin import lane_of, lanes_of
 from bumpgate.plugin.provenance import versions
 from bumpgate.process.host import cpu_model, host_cores
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 # Names of the properties that carry rows and machine faults on a test report.
 ROW_PROPERTY = "bumpgate_row"
 INFRA_PROPERTY = "bumpgate_infra"
@@ -41,10 +46,6 @@ NO_RULE = "R0"
 # Not EMFILE: a process that runs out of file descriptors may leak them.
 MACHINE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENFILE, errno.ENOMEM)
 
-# Instruments whose canary passed in this process, and those whose canary failed, with the reason.
-proved_instruments: set[str] = set()
-failed_instruments: dict[str, str] = {}
-
 
 class InfraError(Exception):
     """Raised by a test or fixture if the machine cannot measure (contention, throttled clocks).
@@ -53,26 +54,98 @@ class InfraError(Exception):
     """
 
 
-def report_canaries(results: Mapping[str, str]) -> None:
-    """Record the canary results of this process: name -> reason, empty if the canary passed.
-
-    A row that names an instrument in neither set is INSTRUMENT: its canary never ran.
-    """
-    proved_instruments.update(name for name, reason in results.items() if not reason)
-    failed_instruments.update({name: reason for name, reason in results.items() if reason})
-
-
+# On the configuration: canaries that ran in this process, by name: the reason of a failure, "" for a pass. A row that
+# requires another one is INSTRUMENT: its canary never ran.
+CANARY_RESULTS = pytest.StashKey[dict[str, str]]()
 # On an item: a function that returns the state of the machine in lines, shown with a timed row. Raises InfraError if
 # the state invalidates times.
 MACHINE_STATE = pytest.StashKey[Callable[[], list[str]]]()
-# On an item: canaries of the instruments in its fixtures; each of its rows requires them.
+# On an item: canaries that its fixtures checked; each of its rows requires them.
 INSTRUMENTS = pytest.StashKey[tuple[str, ...]]()
+
+
+class Report(Protocol):
+    """What an instrument observed. Every report in bumpgate.plugin.instruments and bumpgate.plugin.timing is one.
+
+    witness: number of items that the instrument observed; at 0 or less its rows are INSTRUMENT.
+    instruments: canaries that must have passed in this process.
+    """
+
+    @property
+    def witness(self) -> int: ...
+
+    @property
+    def instruments(self) -> tuple[str, ...]: ...
+
+    def evidence(self) -> Iterable[object]:
+        """Return lines that a reader of a red row needs."""
+
+
+class Interval(Protocol):
+    """A median with the interval that encloses it: a Ratio, Timing or Rate. A Report, too, if it has a witness."""
+
+    @property
+    def median(self) -> float: ...
+
+    @property
+    def low(self) -> float: ...
+
+    @property
+    def high(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A report that a test makes itself, for several rows. The fields are those of Report."""
+
+    witness: int
+    lines: tuple[object, ...] = ()
+    instruments: tuple[str, ...] = ()
+
+    def evidence(self) -> Iterable[object]:
+        return self.lines
+
+
+class About(TypedDict, total=False):
+    """What every verb of the fixture `row` also takes.
+
+    seen: the report of what was measured, the number of items that the check covered, or the items. Required, except
+        for `timed` with a Report.
+    rule: the contract row that this one checks, such as "C6".
+    evidence: lines for the reader of a red row, in front of the report's own.
+    instruments: canaries that must have passed, in addition to the report's and the fixtures' own.
+    per_build, series, paired, work, own: see bumpgate.core.rows.Row.
+    """
+
+    seen: Report | Sized | int
+    rule: str
+    evidence: Iterable[object]
+    instruments: Iterable[str]
+    per_build: bool
+    series: Mapping[str, Iterable[float]]
+    paired: bool
+    work: str
+    own: str
+
 
 Acceptances = Mapping[str, tuple[accepted.Acceptance, ...]]
 
 
 class RowRecorder:
-    """Recorder of the rows of one test. Callable; see __call__."""
+    """The fixture `row`: reports the measured values of one test, one verb for each kind of row.
+
+    count: a number of things, against a derived expectation or the reviewed number.
+    bound: any value against an expectation that the test derives.
+    exact: any value against the reviewed one.
+    cost: a number that may be worse than the reviewed one by a tolerance.
+    timed: the same, of a median with its interval.
+    code: the counts of a compiled kernel.
+    defect: whether a known upstream defect is present.
+
+    Each verb takes `seen`, which says what was observed (see About), judges the row immediately, and returns the
+    judgement. Each raises RowError (one line) on an invalid row or an id that this run has already used.
+    context: lines in front of the evidence of every row, such as the device.
+    """
 
     def __init__(
         self, item: pytest.Item, baseline: Baseline, acceptances: Acceptances, reported: dict[str, str]
@@ -84,6 +157,120 @@ class RowRecorder:
         self._unreported: list[Judgement] = []
         self.failure: BaseException | None = None
         self.ended = False
+        self.context: tuple[str, ...] = ()
+
+    def count(
+        self,
+        id: str,
+        found: Collection[object] | int | None,
+        *,
+        unit: str = "count",
+        expected: int | None = None,
+        at_most: float | None = None,
+        at_least: float | None = None,
+        **about: Unpack[About],
+    ) -> Judgement:
+        """Judge a number of things: against the expectation of the test, or without one against the reviewed number.
+
+        found: the number, or the things themselves, which are then evidence. None: the instrument returned no value.
+        """
+        if isinstance(found, str):
+            raise RowError(f"row {id!r}: found must be a number or a collection of things, got {found!r}")
+        if isinstance(found, Collection):
+            things = sorted(found, key=str) if isinstance(found, (set, frozenset)) else found
+            about["evidence"] = (*things, *about.get("evidence", ()))
+            found = len(found)
+        bounds = {"expected": expected, "at_most": at_most, "at_least": at_least}
+        better = "exact" if set(bounds.values()) == {None} else "derived"
+        return self._report(id, found, unit, about, better=better, **bounds)
+
+    def bound(
+        self,
+        id: str,
+        value: Value,
+        unit: str,
+        *,
+        expected: Value = None,
+        at_most: float | None = None,
+        at_least: float | None = None,
+        **about: Unpack[About],
+    ) -> Judgement:
+        """Judge a value against bounds that the test derives: expected, at_most or at_least."""
+        bounds = {"expected": expected, "at_most": at_most, "at_least": at_least}
+        return self._report(id, value, unit, about, better="derived", **bounds)
+
+    def exact(self, id: str, value: Value, unit: str, **about: Unpack[About]) -> Judgement:
+        """Judge a value against the reviewed one: any difference is red."""
+        return self._report(id, value, unit, about, better="exact")
+
+    def cost(
+        self,
+        id: str,
+        value: float | None,
+        unit: str,
+        *,
+        better: str = "lower",
+        tolerance: float = 0.0,
+        at_most: float | None = None,
+        at_least: float | None = None,
+        **about: Unpack[About],
+    ) -> Judgement:
+        """Judge a number that may be worse than the reviewed one by `tolerance`, and not beyond a bound of the test.
+
+        better: "lower" or "higher".
+        Raises InfraError if the machine's state invalidates measured costs.
+        """
+        bounds = {"at_most": at_most, "at_least": at_least}
+        return self._report(id, value, unit, about, better=better, tolerance=tolerance, **bounds)
+
+    def timed(
+        self,
+        id: str,
+        timing: Interval,
+        unit: str,
+        *,
+        better: str = "lower",
+        tolerance: float = 0.0,
+        at_most: float | None = None,
+        at_least: float | None = None,
+        **about: Unpack[About],
+    ) -> Judgement:
+        """As `cost`, of a median with its interval. A timing that is a Report is its own `seen`; its series is kept."""
+        about.setdefault("seen", timing)  # type: ignore[typeddict-item]
+        about.setdefault("series", getattr(timing, "series", {}))
+        fields = {"better": better, "tolerance": tolerance, "at_most": at_most, "at_least": at_least}
+        interval = (timing.low, timing.high)
+        return self._report(id, timing.median, unit, about, interval=interval, **fields)
+
+    def code(self, id: str, counts: str, **about: Unpack[About]) -> Judgement:
+        """Judge the counts of a compiled kernel (bumpgate.core.code.text) against the reviewed ones for this triton."""
+        return self._report(id, counts, "counts", about, better="code")
+
+    def _report(self, id: str, value: Value, unit: str, about: About, **fields: Any) -> Judgement:
+        """Judge a row whose witness, evidence and instruments come from `seen`."""
+        options: dict[str, Any] = dict(about)
+        seen = options.pop("seen", None)
+        evidence, instruments = list(options.pop("evidence", ())), list(options.pop("instruments", ()))
+        if hasattr(seen, "witness"):
+            evidence += seen.evidence()
+            instruments += seen.instruments
+            witness = seen.witness
+        elif isinstance(seen, Sized):
+            witness = len(seen)
+        elif isinstance(seen, int):
+            witness = seen
+        else:
+            raise RowError(f"row {id!r}: seen must be a report, a number or the items seen, got {seen!r}")
+        return self(
+            id,
+            value,
+            unit=unit,
+            witness=witness,
+            evidence=evidence,
+            instruments=instruments,
+            **options,
+            **fields,
+        )
 
     def __call__(
         self,
@@ -132,7 +319,7 @@ class RowRecorder:
             better=better or ("derived" if derived else "exact"),
             tolerance=tolerance,
             interval=interval,
-            evidence=tuple(encodable(str(e)) for e in evidence),
+            evidence=tuple(encodable(str(e)) for e in (*self.context, *evidence)),
             instruments=tuple(dict.fromkeys((*instruments, *self._item.stash.get(INSTRUMENTS, ())))),
             test=self._item.nodeid,
             per_build=per_build,
@@ -147,13 +334,21 @@ class RowRecorder:
         if id in self._reported:
             raise RowError(f"row {id!r}: already reported by {self._reported[id]}")
         self._reported[id] = self._item.nodeid
-        judgement = judge(row, self._baseline, failed_instruments=_unproved(row), build=versions())
+        judgement = judge(row, self._baseline, failed_instruments=self._unproved(row), build=versions())
         host = {"cpu": cpu_model(), "cores": host_cores()}
         judgement = other_host(judgement, self._baseline.made_with, host)
         judgement = accepted.apply(judgement, self._baseline, self._acceptances, accepted.today())
         self._item.user_properties.append((ROW_PROPERTY, json.dumps(judgement.to_json())))
         self._unreported.append(judgement)
         return judgement
+
+    def _unproved(self, row: Row) -> dict[str, str]:
+        """Return why instruments of a row are not proved, by name: the canary failed or never ran."""
+        results = self._item.config.stash.get(CANARY_RESULTS, {})
+        reasons = {
+            name: results.get(name, "its canary never ran in this process") for name in row.instruments
+        }
+        return {name: reason for name, reason in reasons.items() if reason}
 
     def _no_rule(self) -> str:
         """Return the rule of a row that names none; "", which a row rejects, if the repository has a file of rules."""
@@ -170,16 +365,7 @@ class RowRecorder:
         return f"{file}:{(line or 0) + 1}"
 
     def defect(
-        self,
-        id: str,
-        present: bool,
-        *,
-        known_in: str,
-        reason: str,
-        witness: int,
-        rule: str = "",
-        evidence: Iterable[str] = (),
-        instruments: Iterable[str] = (),
+        self, id: str, present: bool, *, known_in: str, reason: str, witness: int = 0, **about: Unpack[About]
     ) -> Judgement:
         """Judge a known upstream defect: 1 if its signature was seen, 0 if the result was right.
 
@@ -200,17 +386,10 @@ class RowRecorder:
             raise RowError(f"row {id!r}: known_in {known_in!r}: {one_line(error)}") from None
         public = version.base_version if version.is_prerelease else version.public
         known = f"known in {known_in}, installed {installed}: {one_line(reason)}"
-        return self(
-            id,
-            int(present),
-            unit="present",
-            witness=witness,
-            rule=rule,
-            at_most=int(requirement.specifier.contains(public)),
-            better="defect",
-            evidence=[known, *evidence],
-            instruments=instruments,
-        )
+        about["evidence"] = (known, *about.get("evidence", ()))
+        about.setdefault("seen", witness)
+        at_most = int(requirement.specifier.contains(public))
+        return self._report(id, int(present), "present", about, better="defect", at_most=at_most)
 
     def not_run(self, ids: Iterable[str], reason: str, *, excused: bool = False) -> None:
         """List rows that this machine or environment cannot measure as NOT RUN, with the reason.
@@ -246,15 +425,6 @@ def list_not_run(item: pytest.Item, ids: Iterable[str], reason: str, *, excused:
 def _encodable(value: Value) -> Value:
     """Return a value as a record has it when it is read, so that it equals the reviewed one."""
     return encodable(value) if isinstance(value, str) else value
-
-
-def _unproved(row: Row) -> dict[str, str]:
-    never = "its canary never ran in this process"
-    return {
-        name: failed_instruments.get(name, never)
-        for name in row.instruments
-        if name in failed_instruments or name not in proved_instruments
-    }
 
 
 def _explain(j: Judgement) -> str:

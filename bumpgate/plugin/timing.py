@@ -15,9 +15,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -47,13 +47,34 @@ def machine(*, exclusive: bool, patient: bool = False, place: Place | None = Non
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """A median ratio with its 99 % confidence interval from order statistics."""
+class Median:
+    """A median of rounds with its 99 % confidence interval from order statistics, for `row.timed`.
+
+    series: costs of each round, which a gate compares with the other side's; empty outside of a duet.
+    lines: how many rounds were kept.
+    """
 
     median: float
     low: float
     high: float
-    pairs: int
+    rounds: int
+    series: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
+    lines: tuple[str, ...] = ()
+
+    @property
+    def witness(self) -> int:
+        return self.rounds
+
+    @property
+    def instruments(self) -> tuple[str, ...]:
+        return ()
+
+    def evidence(self) -> tuple[str, ...]:
+        return self.lines
+
+    def times(self, factor: float) -> Median:
+        """Return the median multiplied by a positive constant. Its series stays the measured one."""
+        return replace(self, median=self.median * factor, low=self.low * factor, high=self.high * factor)
 
 
 @dataclass
@@ -70,27 +91,43 @@ class Rounds:
     disturbed: int = 0
     paired: bool = False
 
-    def ratio(self, numerator: str, denominator: str) -> Ratio:
-        """Return the median of the paired ratios, with the order statistics that enclose it at 99 %.
+    @property
+    def witness(self) -> int:
+        return self.quiet
+
+    @property
+    def instruments(self) -> tuple[str, ...]:
+        return ()
+
+    def evidence(self) -> tuple[str, ...]:
+        return (f"{self.quiet} quiet rounds kept, {self.disturbed} disturbed ones dropped",)
+
+    def ratio(self, numerator: str, denominator: str) -> Median:
+        """Return the median of the paired ratios of CPU seconds, with the order statistics that enclose it at 99 %.
 
         With fewer than QUIET_NEEDED quiet rounds the interval is a factor of 2 either way, which no tolerance
-        contains: the row will be INCONCLUSIVE.
+        contains: the row will be INCONCLUSIVE. Its series is the inverse ratio: the higher the ratio, the lower the
+        cost of the denominator.
         """
-        return self._ratio(self.seconds[numerator], self.seconds[denominator])
+        series = self.paired_costs(denominator, numerator)
+        return self._median(self.seconds[numerator], self.seconds[denominator], series)
 
-    def wall_over_cpu(self, name: str) -> Ratio:
+    def cost(self, name: str) -> Median:
+        """Return the same for a function's CPU seconds."""
+        return self._median(self.seconds[name], [1.0] * self.quiet, self.paired_costs(name))
+
+    def wall_over_cpu(self, name: str) -> Median:
         """Return the same for a function's wall time over its CPU time: 1 if it never waits."""
-        return self._ratio(self.wall[name], self.seconds[name])
+        return self._median(self.wall[name], self.seconds[name], self.paired_waits(name))
 
-    def _ratio(self, numerator: list[float], denominator: list[float]) -> Ratio:
-        pairs = zip(numerator, denominator)
-        logs = sorted(math.log(a / b) for a, b in pairs)
-        n, median = len(logs), statistics.median(logs)
+    def _median(self, above: list[float], below: list[float], series: dict[str, tuple[float, ...]]) -> Median:
+        logs = sorted(math.log(a / b) for a, b in zip(above, below))
+        n, median = len(logs), math.exp(statistics.median(logs))
         if self.quiet < QUIET_NEEDED:
-            return Ratio(math.exp(median), math.exp(median) / 2, math.exp(median) * 2, n)
+            return Median(median, median / 2, median * 2, n, series, self.evidence())
         reach = math.ceil(2.576 * math.sqrt(n) / 2)
         low, high = logs[max(0, n // 2 - reach)], logs[min(n - 1, n // 2 + reach)]
-        return Ratio(math.exp(median), math.exp(low), math.exp(high), n)
+        return Median(median, math.exp(low), math.exp(high), n, series, self.evidence())
 
     def paired_costs(self, numerator: str, denominator: str = "") -> dict[str, tuple[float, ...]]:
         """Return the series that the gate compares round by round with the other side's; empty outside of a duet.

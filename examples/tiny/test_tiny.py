@@ -1,7 +1,5 @@
 """What must hold for the tiny transformer when torch moves."""
 
-import statistics
-
 import pytest
 import torch
 from tiny import LAYERS, D, V, loss_of, setup
@@ -14,13 +12,8 @@ def test_parameters(row):
     model, _ = setup()
     block = 2 * 2 * D + (D * 3 * D + 3 * D) + (D * D + D) + (D * 4 * D + 4 * D) + (4 * D * D + D)
     sizes = [p.numel() for p in model.parameters()]
-    row(
-        "model/tiny/parameters",
-        sum(sizes),
-        unit="parameters",
-        witness=len(sizes),
-        expected=V * D + LAYERS * block + D * V + V,
-    )
+    derived = V * D + LAYERS * block + D * V + V
+    row.count("model/tiny/parameters", sum(sizes), unit="parameters", expected=derived, seen=sizes)
 
 
 def test_training_lowers_the_loss(row):
@@ -33,15 +26,10 @@ def test_training_lowers_the_loss(row):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    row(
-        "train/tiny/loss",
-        losses[-1],
-        unit="nats",
-        witness=STEPS,
-        better="lower",
-        tolerance=0.02,
-        evidence=[f"first loss {losses[0]:.3f}"],
-        series={"loss": losses},
+    first = f"first loss {losses[0]:.3f}"
+    curve = {"loss": losses}
+    row.cost(
+        "train/tiny/loss", losses[-1], "nats", tolerance=0.02, seen=losses, evidence=[first], series=curve
     )
 
 
@@ -52,24 +40,13 @@ def test_the_model_is_one_graph(row, dynamo_watch):
         for batch in (ids, ids[:4]):
             loss_of(compiled, batch).backward()
     report = watch.report
-    shared = {"witness": report.calls, "evidence": report.evidence()}
-    row("compile/tiny/graph_breaks", len(report.breaks), unit="breaks", expected=0, **shared)
-    row("compile/tiny/graphs", report.unique_graphs, unit="graphs", expected=2, **shared)
-    row("compile/tiny/recompiles", len(report.recompiles), unit="recompiles", expected=1, **shared)
+    row.count("compile/tiny/graph_breaks", len(report.breaks), unit="breaks", expected=0, seen=report)
+    row.count("compile/tiny/graphs", report.unique_graphs, unit="graphs", expected=2, seen=report)
+    row.count("compile/tiny/recompiles", len(report.recompiles), unit="recompiles", expected=1, seen=report)
 
 
 def test_step_time(row, paired_timer):
     torch.set_num_threads(1)
     model, ids = setup()
     timed = paired_timer({"step": lambda: loss_of(model, ids).backward()}, rounds=30, budget=20)
-    seconds = sorted(timed.seconds["step"])
-    row(
-        "train/tiny/step_seconds",
-        statistics.median(seconds),
-        unit="s",
-        witness=timed.quiet,
-        better="lower",
-        interval=(seconds[0], seconds[-1]),
-        series=timed.paired_costs("step"),
-        paired=True,
-    )
+    row.timed("train/tiny/step_seconds", timed.cost("step"), "s", paired=True)

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from suites.support.canaries import CANARIES, prove
+from suites.support.canaries import CANARIES
 from suites.support.lanes import Lane, lanes
 
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("name", CANARIES)
 def test_canary(lane: Lane, name: str, row, canaries) -> None:
-    canaries(name)
-    reason = prove([name])[name]
-    row(
-        f"canaries/{name}/agrees",
-        not reason,
-        unit="bool",
-        witness=1,
-        rule="I1",
-        expected=True,
-        evidence=[reason or CANARIES[name].__doc__.strip()],
-        instruments=[name],
+    reason = canaries(name)[name]
+    evidence = [reason or CANARIES[name].__doc__.strip()]
+    row.bound(
+        f"canaries/{name}/agrees", not reason, "bool", expected=True, rule="I1", seen=1, evidence=evidence
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -131,8 +131,3 @@ CANARIES: dict[str, Callable[[], None]] = plugin.CANARIES | {
         flight_record,
     )
 }
-
-
-def prove(names: Iterable[str], canaries: Mapping[str, Callable[[], None]] = CANARIES) -> dict[str, str]:
-    """Run each named canary once in this process. Return name -> reason, empty if the canary agreed."""
-    return plugin.prove(names, canaries)

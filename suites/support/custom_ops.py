@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from bumpgate.plugin.instruments import DynamoReport, DynamoWatch, require_dynamic_batch
-from suites.support.canaries import prove
+from bumpgate.plugin.instruments import DynamoReport, DynamoWatch, require_dynamic_batch, reset_dynamo
+from suites.support import canaries
 from suites.support.instruments import op_calls
 
 
@@ -73,8 +74,7 @@ def check_compiled(
             require_dynamic_batch(given[key])
         return compiled(*inputs, **named)
 
-    fault = prove(["op_calls"])["op_calls"]
-    assert not fault, f"instrument op_calls: {fault}"
+    _check_op_calls()
     with DynamoWatch() as watch:
         compiled = torch.compile(function, fullgraph=True, backend=watch.backend("aot_eager"))
         for inputs in batches:
@@ -87,6 +87,13 @@ def check_compiled(
             for ours, theirs in zip(found, eager, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     return watch.report
+
+
+@cache
+def _check_op_calls() -> None:
+    """Check the instrument op_calls, once per process. Raises CanaryError."""
+    canaries.op_calls()
+    reset_dynamo()
 
 
 def check_one_graph(

@@ -24,11 +24,19 @@ MATMUL_SIZE = 8192
 
 
 class Timing(NamedTuple):
-    """The median and its 99 % interval: of one call, in milliseconds, or of any other samples."""
+    """The median and its 99 % interval: of one call, in milliseconds, or of any other samples.
+
+    witness: number of samples.
+    """
 
     median: float
     low: float
     high: float
+    witness: int = 0
+    instruments: tuple[str, ...] = ()
+
+    def evidence(self) -> tuple[str, ...]:
+        return ()
 
 
 def milliseconds(function: Callable[[], object], calls: int = CALLS, warmup: int = WARMUP) -> Timing:
@@ -60,9 +68,8 @@ def median(samples: Sequence[float]) -> Timing:
     ordered, n = sorted(samples), len(samples)
     # Ranks of the binomial 99 % interval of a median: 1.29 sqrt(n) to either side.
     reach = int(1.29 * n**0.5 + 1)
-    return Timing(
-        statistics.median(ordered), ordered[max(0, n // 2 - reach)], ordered[min(n - 1, n // 2 + reach)]
-    )
+    low, high = ordered[max(0, n // 2 - reach)], ordered[min(n - 1, n // 2 + reach)]
+    return Timing(statistics.median(ordered), low, high, n)
 
 
 def _timed(function: Callable[[], object]) -> float:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import pytest
 
-from bumpgate.core.rows import Judgement
-from bumpgate.plugin.rows import RowRecorder, list_not_run, report_canaries
+from bumpgate.plugin.rows import list_not_run
 from launch.xla import environment as xla_environment
 from suites.support.lanes import PJRT_CPU, V6E
 
@@ -35,38 +33,19 @@ def device_class() -> str:
     return V6E if os.environ["PJRT_DEVICE"] == "TPU" else PJRT_CPU
 
 
-class DeviceRows:
-    """The row fixture, with the device in the evidence of each row. device: if it is not this process's."""
-
-    def __init__(self, row: RowRecorder, device_class: str) -> None:
-        self._row, self._device = row, device_class
-
-    def __call__(
-        self, id: str, *args: Any, device: str = "", evidence: Iterable[object] = (), **fields: Any
-    ) -> Judgement:
-        return self._row(id, *args, evidence=self._lines(device, evidence), **fields)
-
-    def defect(
-        self, id: str, present: bool, *, device: str = "", evidence: Iterable[object] = (), **fields: Any
-    ) -> Judgement:
-        return self._row.defect(id, present, evidence=self._lines(device, evidence), **fields)
-
-    def _lines(self, device: str, evidence: Iterable[object]) -> list[str]:
-        return [f"device {device or self._device}", *map(str, evidence)]
+@pytest.fixture(autouse=True)
+def device_of_rows(request: pytest.FixtureRequest, device_class: str) -> None:
+    """Name the device in the evidence of each row: this process's, or the argument of the marker `measured_on`."""
+    if "row" in request.fixturenames:
+        mark = request.node.get_closest_marker("measured_on")
+        request.getfixturevalue("row").context = (f"device {mark.args[0] if mark else device_class}",)
 
 
-@pytest.fixture
-def row(row: RowRecorder, device_class: str) -> DeviceRows:
-    return DeviceRows(row, device_class)
-
-
-@pytest.fixture
-def canaries() -> Callable[..., None]:
-    """Check the named XLA instruments in this process, once."""
-    from suites.support.canaries import prove
+@pytest.hookimpl(optionalhook=True)  # without the plugin, the root conftest says so
+def pytest_bumpgate_canaries() -> Mapping[str, Callable[[], None]]:
     from suites.xla.canaries import XLA_CANARIES
 
-    return lambda *names: report_canaries(prove(names, XLA_CANARIES))
+    return XLA_CANARIES
 
 
 @pytest.fixture(autouse=True)

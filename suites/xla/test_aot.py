@@ -22,7 +22,7 @@ PROGRAM = "nam12"
 FITS, DOES_NOT = "1", "40"  # GiB of a result; a v6e has 32
 GROWTH = 0.02  # of bytes; from libtpu 0.0.37 to 0.0.51 the temporaries of a dense step halved
 
-pytestmark = pytest.mark.fresh_process
+pytestmark = [pytest.mark.fresh_process, pytest.mark.measured_on(V6E_AOT)]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,6 @@ def report(row, name: str, found: dict[str, Any], rule: str) -> None:
     shared = {
         "witness": found["instructions"],
         "rule": rule,
-        "device": V6E_AOT,
         "evidence": evidence,
     }
     row(f"aot/{name}/chip", found["chip"], unit="name", expected="TPU v6 lite", **shared)
@@ -67,7 +66,6 @@ def test_train_step_compiles_for_four_chips(lane: Lane, row) -> None:
         unit="kinds",
         witness=sum(found["collectives"].values()),
         rule="X9",
-        device=V6E_AOT,
     )
     assert found["collectives"]["all-reduce"] > 0, "gradients over the data axis are summed"
 
@@ -86,7 +84,6 @@ def test_program_over_memory_budget_fails_to_compile(lane: Lane, row, one_chip) 
         unit="GiB",
         witness=len(one_chip["refusals"]),
         rule="X12",
-        device=V6E_AOT,
         evidence=[refusal[:300]],
     )
 

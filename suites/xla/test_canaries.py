@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from suites.support.canaries import prove
 from suites.support.lanes import Lane, lanes
 from suites.xla.canaries import XLA_CANARIES
 
@@ -12,15 +11,8 @@ from suites.xla.canaries import XLA_CANARIES
 @lanes("v6e")
 @pytest.mark.parametrize("name", XLA_CANARIES)
 def test_canary(lane: Lane, name: str, row, canaries) -> None:
-    canaries(name)
-    reason = prove([name], XLA_CANARIES)[name]
-    row(
-        f"canaries/{name}/agrees",
-        not reason,
-        unit="bool",
-        witness=1,
-        rule="I1",
-        expected=True,
-        evidence=[reason or XLA_CANARIES[name].__doc__.strip()],
-        instruments=[name],
+    reason = canaries(name)[name]
+    evidence = [reason or XLA_CANARIES[name].__doc__.strip()]
+    row.bound(
+        f"canaries/{name}/agrees", not reason, "bool", expected=True, rule="I1", seen=1, evidence=evidence
     )

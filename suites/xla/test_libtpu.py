@@ -51,6 +51,7 @@ def refusal(*flags: str) -> str:
     return ""
 
 
+@pytest.mark.measured_on(V6E_AOT)
 @lanes("v6e")
 @planted("X11", "a removed flag in LIBTPU_INIT_ARGS")
 def test_libtpu_accepts_exactly_the_flags_of_its_table(lane: Lane, row) -> None:
@@ -68,13 +69,13 @@ def test_libtpu_accepts_exactly_the_flags_of_its_table(lane: Lane, row) -> None:
         unit="names",
         witness=len(accepted),
         rule="X11",
-        device=V6E_AOT,
         evidence=[f"{flag}: {words}" for flag, words in refusals.items() if words],
     )
     table = libtpu.FLAGS.get(libtpu.installed())
     assert table is None or accepted == [flag for flag in names if table[flag]]
 
 
+@pytest.mark.measured_on(V6E_AOT)
 @lanes("v6e")
 def test_pinned_libtpu_is_installed_and_recorded(lane: Lane, row) -> None:
     version = libtpu.installed()
@@ -85,7 +86,6 @@ def test_pinned_libtpu_is_installed_and_recorded(lane: Lane, row) -> None:
         unit="version",
         witness=xla_versions().count(f"libtpu {version} "),
         rule="X11",
-        device=V6E_AOT,
         expected=pinned(),
         evidence=[xla_versions()],
     )

@@ -69,6 +69,7 @@ def cold_and_warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Child, Chil
     return cold, warm, directory
 
 
+@pytest.mark.measured_on(PJRT_CPU)
 @lanes("v6e")
 def test_cache_keys_are_stable_over_a_restart(lane: Lane, row, cold_and_warm) -> None:
     cold, warm, directory = cold_and_warm
@@ -82,10 +83,10 @@ def test_cache_keys_are_stable_over_a_restart(lane: Lane, row, cold_and_warm) ->
         rule="X1",
         expected=0,
         evidence=[f"cold {cold.result}", f"warm {warm.result}", f"{written} files"],
-        device=PJRT_CPU,
     )
 
 
+@pytest.mark.measured_on(PJRT_CPU)
 @lanes("v6e")
 def test_cache_is_hit_after_a_restart(lane: Lane, row, cold_and_warm) -> None:
     cold, warm, _ = cold_and_warm
@@ -101,7 +102,6 @@ def test_cache_is_hit_after_a_restart(lane: Lane, row, cold_and_warm) -> None:
         witness=keys,
         rule="X1",
         evidence=[line for line in warm.log.splitlines() if DESERIALIZE in line][:1],
-        device=PJRT_CPU,
     )
 
 
@@ -114,6 +114,7 @@ def test_another_cache_key_is_a_miss(lane: Lane, cold_and_warm) -> None:
     assert other.result["PersistentCacheMiss"] > 0
 
 
+@pytest.mark.measured_on(PJRT_CPU)
 @lanes("v6e")
 def test_key_of_another_topology_is_a_miss(lane: Lane, row, cold_and_warm) -> None:
     cold, warm, directory = cold_and_warm
@@ -127,7 +128,6 @@ def test_key_of_another_topology_is_a_miss(lane: Lane, row, cold_and_warm) -> No
         rule="X1",
         expected=cold.result["PersistentCacheMiss"],
         evidence=[f"1 device {warm.result}", f"4 devices {other.result}"],
-        device=PJRT_CPU,
     )
 
 
@@ -150,6 +150,7 @@ def jax_cached(directory: Path, change: str = "") -> Child:
     return Child("jax_cache", str(directory), change, JAX_COMPILATION_CACHE_DIR=str(directory))
 
 
+@pytest.mark.measured_on(PJRT_CPU)
 @lanes("v6e")
 def test_jax_cache_is_hit_in_a_fresh_process(lane: Lane, row, tmp_path: Path) -> None:
     cold, warm = (jax_cached(tmp_path) for _ in range(2))
@@ -161,7 +162,6 @@ def test_jax_cache_is_hit_in_a_fresh_process(lane: Lane, row, tmp_path: Path) ->
         rule="X1",
         expected=cold.result["misses"],
         evidence=[f"cold {cold.result}", f"warm {warm.result}"],
-        device=PJRT_CPU,
     )
 
     changed = {change: jax_cached(tmp_path, change).result for change in JAX_CHANGES}
@@ -175,10 +175,10 @@ def test_jax_cache_is_hit_in_a_fresh_process(lane: Lane, row, tmp_path: Path) ->
         rule="X1",
         expected=0,
         evidence=[f"{change}: {result}" for change, result in changed.items()],
-        device=PJRT_CPU,
     )
 
 
+@pytest.mark.measured_on(PJRT_CPU)
 @lanes("v6e")
 def test_learning_rate_of_0_or_1_compiles_nothing(lane: Lane, row) -> None:
     ours = Child("rate_schedule")
@@ -192,7 +192,6 @@ def test_learning_rate_of_0_or_1_compiles_nothing(lane: Lane, row) -> None:
         rule="X10",
         expected=0,
         evidence=[f"XLA_NO_SPECIAL_SCALARS=1 {ours.result}", f"=0 {without.result}"],
-        device=PJRT_CPU,
     )
 
 
@@ -206,6 +205,7 @@ def defects() -> dict[str, Any]:
 INPUT = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
+@pytest.mark.measured_on(PJRT_CPU)
 @lanes("v6e")
 def test_searchsorted_runs_on_the_device(lane: Lane, row, defects) -> None:
     found = defects["searchsorted"]
@@ -217,10 +217,10 @@ def test_searchsorted_runs_on_the_device(lane: Lane, row, defects) -> None:
         witness=1,
         rule="X3",
         evidence=[found],
-        device=PJRT_CPU,
     )
 
 
+@pytest.mark.measured_on(PJRT_CPU)
 @lanes("v6e")
 def test_amax_without_dimension_reduces(lane: Lane, row, defects) -> None:
     on_cpu, on_device = defects["amax"]
@@ -232,10 +232,10 @@ def test_amax_without_dimension_reduces(lane: Lane, row, defects) -> None:
         witness=1,
         rule="R1",
         evidence=[on_device],
-        device=PJRT_CPU,
     )
 
 
+@pytest.mark.measured_on(PJRT_CPU)
 @lanes("v6e")
 def test_custom_op_may_write_into_its_own_view(lane: Lane, row, defects) -> None:
     on_cpu, on_device = defects["view_write"]
@@ -247,10 +247,10 @@ def test_custom_op_may_write_into_its_own_view(lane: Lane, row, defects) -> None
         witness=1,
         rule="R1",
         evidence=[on_device],
-        device=PJRT_CPU,
     )
 
 
+@pytest.mark.measured_on(PJRT_CPU)
 @lanes("v6e")
 def test_grouped_mm_does_not_crash(lane: Lane, row) -> None:
     child = Child("grouped_mm")
@@ -263,5 +263,4 @@ def test_grouped_mm_does_not_crash(lane: Lane, row) -> None:
         witness=1,
         rule="R1",
         evidence=[f"exit {child.code}"],
-        device=PJRT_CPU,
     )

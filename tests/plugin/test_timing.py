@@ -32,7 +32,7 @@ def test_ratio_is_the_median_of_paired_rounds() -> None:
     """25 rounds: 2.576 * sqrt(25) / 2 = 6.4, so the interval reaches 7 order statistics from the median."""
     ratio = rounds(25).ratio("slow", "fast")
     assert (ratio.median, ratio.low, ratio.high) == pytest.approx((1.13, 1.06, 1.20))
-    assert ratio.pairs == 25
+    assert ratio.rounds == 25
     assert rounds(25).wall_over_cpu("slow").median == pytest.approx(10)
 
 

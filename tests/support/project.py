@@ -30,7 +30,7 @@ HEAD = """
 import os, signal, time
 import pytest
 from suites.support.lanes import lanes
-from bumpgate.plugin.rows import InfraError, report_canaries
+from bumpgate.plugin.rows import CANARY_RESULTS, InfraError
 COUNT = dict(unit="breaks", witness=3, rule="C6")
 TIMED = dict(unit="s", witness=3, rule="C37", better="lower", tolerance=0.1)
 """

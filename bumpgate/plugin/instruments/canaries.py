@@ -6,12 +6,11 @@ product. Its rows become INSTRUMENT, never PASS.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from bumpgate.core.rows import RowError
 from bumpgate.plugin import instruments as device
 
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
@@ -172,26 +171,21 @@ CANARIES: dict[str, Callable[[], None]] = {
     f.__name__: f
     for f in (graphs, graph_breaks, recompiles, recompile_limit, guards, islands, inductor, cache)
 }
-_results: dict[str, str] = {}
 
 
-def prove(names: Iterable[str], canaries: Mapping[str, Callable[[], None]] = CANARIES) -> dict[str, str]:
-    """Run each named canary once in this process. Return name -> reason, empty if the canary agreed.
+def prove(canaries: Mapping[str, Callable[[], None]]) -> dict[str, str]:
+    """Run canaries. Return name -> reason of a failure, empty if the canary agreed.
 
-    Any exception counts as disagreement: an instrument that raises cannot measure. Raises RowError on an unknown name.
+    Any exception counts as disagreement: an instrument that raises cannot measure.
     """
-    names = tuple(names)
-    if unknown := [name for name in names if name not in canaries]:
-        raise RowError(f"no canary {unknown[0]!r}; canaries: {', '.join(canaries)}")
-    for name in names:
-        if name not in _results:
-            try:
-                canaries[name]()
-                _results[name] = ""
-            except Exception as error:
-                _results[name] = (
-                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
-                )
-            finally:
-                device.reset_dynamo()
-    return {name: _results[name] for name in names}
+    results = {}
+    for name, canary in canaries.items():
+        try:
+            canary()
+            results[name] = ""
+        except Exception as error:
+            text = str(error)
+            results[name] = f"{type(error).__name__}: {text.splitlines()[0] if text else repr(error)}"
+        finally:
+            device.reset_dynamo()
+    return results

@@ -109,6 +109,15 @@ class DynamoReport:
     def unique_graphs(self) -> int:
         return len(self.graphs)
 
+    @property
+    def witness(self) -> int:
+        """The calls of compiled graphs."""
+        return self.calls
+
+    @property
+    def instruments(self) -> tuple[str, ...]:
+        return ("graphs", "graph_breaks", "recompiles")
+
     def evidence(self, most: int = 3) -> tuple[str, ...]:
         """Return the breaks, recompiles and failures as lines, at most `most` distinct ones of each kind."""
         lines: list[str] = []

@@ -64,6 +64,18 @@ class InductorReport:
     modules: int = 0
     caches: CacheCounts | None = None
 
+    @property
+    def witness(self) -> int:
+        """The generated files."""
+        return self.modules
+
+    @property
+    def instruments(self) -> tuple[str, ...]:
+        return ("inductor",)
+
+    def evidence(self) -> tuple[str, ...]:
+        return (f"{self.kernels} kernels in {self.modules} generated files",)
+
 
 @contextmanager
 def inductor_report() -> Iterator[InductorReport]:
