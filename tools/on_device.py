@@ -20,92 +20,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from bumpgate.core.baseline import Baseline, Reviewed, load, save
-from bumpgate.core.errors import one_line
 from bumpgate.plugin.devices import detect
 from suites.support.lanes import LANES
-from tests.support.mutants import MUTANTS, RED, Mutant
+from tests.support.mutants import ON_DEVICE, Mutant, slower_step
 from tests.support.tree import RUN_SECONDS, LaneRun, copy_tree, run_lane
 
 LANE = "h200"
 WORKERS = "4"  # for the run of the unchanged copy, which has no timed rows
 SLOWDOWN = 0.05
 LIMIT = SLOWDOWN / 2
-_CPU = {mutant.name: mutant for mutant in MUTANTS}
-
-# By class. Whole models without Inductor, so that a fault costs seconds: graph breaks and recompilations of Dynamo do
-# not depend on the code generator.
-FAULTS = {
-    "graph_break": replace(
-        _CPU["print_in_attention"],
-        test="suites/compile/test_policies.py::test_counts[nam52-per_block-h200]",
-        row="compile/nam52-per_block/graph_breaks",
-    ),
-    "recompile": replace(
-        _CPU["no_dynamic_mark"],
-        test="suites/compile/test_dynamic_batch.py::test_batch_is_dynamic_and_sequence_is_static[regional-2-h200]",
-        words=("C12", "model/"),
-    ),
-    # Not every layer: if a restart hits no cache at all, the row is INSTRUMENT.
-    "cache": Mutant(
-        "autograd_cache_cleared_at_start",
-        (
-            (
-                "suites/cache/programs.py",
-                '    if forget:\n        shutil.rmtree(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / forget)\n',
-                '    directory = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])\n'
-                '    shutil.rmtree(directory / (forget or "aotautograd"), ignore_errors=True)\n',
-            ),
-        ),
-        "suites/cache/test_layers.py::test_every_cache_layer_is_warm_after_restart[h200]",
-        "cache/layers-h200/cold_after_restart",
-        ("C18", "aot"),
-    ),
-    "numerics": Mutant(
-        "log2_of_e_to_five_digits",
-        (("kernels/rms_norm_gated/kernel.py", "tl.constexpr(1.4426950408889634)", "tl.constexpr(1.4427)"),),
-        "suites/kernels/test_rms_norm_gated.py::test_error_is_at_most_that_of_the_plain_formula[fp32-h200]",
-        "kernels/rms_norm_gated-h200-fp32/forward_error_ratio",
-        ("C36", "groups of"),
-    ),
-}
-
-# Sleeps on the device for a number of milliseconds. _sleep counts clock cycles, whose rate varies with the power draw
-# of the step: each sleep is calibrated by the events of the last one.
-SLEEP = """
-class Asleep:
-    cycles, events = 10**6, []
-
-    @classmethod
-    def for_milliseconds(cls, milliseconds: float) -> None:
-        if cls.events:
-            start, end = cls.events
-            end.synchronize()
-            cls.cycles = int(cls.cycles * milliseconds / start.elapsed_time(end))
-        cls.events = start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        start.record()
-        torch.cuda._sleep(cls.cycles)
-        end.record()
-
-
-"""
-
-
-def slower_step(milliseconds: float) -> Mutant:
-    """End a training step with a sleep on the device, so that host work cannot overlap it."""
-    head = "def train_step("
-    end = "    optimizer.zero_grad(set_to_none=True)\n    return loss.detach()\n"
-    slept = end.replace("    return", f"    Asleep.for_milliseconds({milliseconds!r})\n    return")
-    return Mutant(
-        "sleep_in_the_step",
-        (("launch/step.py", head, SLEEP.lstrip() + head), ("launch/step.py", end, slept)),
-        "suites/throughput/test_full_size.py::test_full_size_training_step[nam56r-eager-h200]",
-        "throughput/nam56r-full-eager-2x4096/tokens_per_second",
-        ("C37",),
-    )
 
 
 @dataclass(frozen=True)
@@ -131,30 +58,8 @@ def outcome(
     fault: str, mutant: Mutant, run: LaneRun, unchanged: LaneRun, seconds: float, note: str = ""
 ) -> Outcome:
     """Return the result of a fault's row in `run`, given a run of the same tests in the unchanged tree."""
-    verdict = run.verdict(mutant.row)
-    also_red = sorted(row for row in run.rows if row != mutant.row and run.verdict(row) in RED)
-    if verdict not in RED:
-        survived = reason_of(run, mutant.row)
-    elif not held(unchanged, mutant.row):
-        survived = f"without it {unchanged.verdict(mutant.row)}: {reason_of(unchanged, mutant.row)}"
-    elif words := mutant.unnamed(run.rows[mutant.row]):
-        survived = f"the message does not name {', '.join(words)}"
-    else:
-        survived = ""
-    return Outcome(fault, mutant.row, verdict, tuple(also_red), seconds, survived, note)
-
-
-def held(run: LaneRun, row: str) -> bool:
-    """Whether a row was measured and correct. A row that is not reviewed yet reads MISSING."""
-    judged = run.rows.get(row)
-    return bool(
-        judged and judged["verdict"] in ("PASS", "WIN", "MISSING") and judged["row"]["value"] is not None
-    )
-
-
-def reason_of(run: LaneRun, row: str) -> str:
-    """Return the reason of a row's verdict, or how a run without the row ended."""
-    return one_line(run.rows[row]["reason"] or "no fault found" if row in run.rows else run.output[-300:])
+    survived = mutant.survived(run, unchanged)
+    return Outcome(fault, mutant.row, run.verdict(mutant.row), mutant.also_red(run), seconds, survived, note)
 
 
 def run(root: Path, *arguments: str) -> LaneRun:
@@ -166,11 +71,11 @@ def run(root: Path, *arguments: str) -> LaneRun:
 
 
 def run_faults(names: list[str], directory: Path) -> Iterator[Outcome]:
-    """Run each named fault of FAULTS in its own copy."""
-    tests = dict.fromkeys(FAULTS[name].test for name in names)
+    """Run each named fault of ON_DEVICE in its own copy."""
+    tests = dict.fromkeys(ON_DEVICE[name].test for name in names)
     unchanged = run(copy_tree(directory / "unchanged"), "-n", WORKERS, *tests)
     for name in names:
-        started, mutant = time.monotonic(), FAULTS[name]
+        started, mutant = time.monotonic(), ON_DEVICE[name]
         root = copy_tree(directory / name)
         mutant.plant(root)
         faulty = run(root, mutant.test)
@@ -213,7 +118,7 @@ def review(path: Path, row: dict) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.on_device", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=[*FAULTS, "slowdown"], help="one fault instead of all")
+    parser.add_argument("--only", choices=[*ON_DEVICE, "slowdown"], help="one fault instead of all")
     only = parser.parse_args(arguments).only
     missing = detect(LANES[LANE])
     if missing:
@@ -230,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def chosen(only: str | None, directory: Path) -> Iterator[Outcome]:
-    names = [name for name in FAULTS if only in (None, name)]
+    names = [name for name in ON_DEVICE if only in (None, name)]
     if names:
         yield from run_faults(names, directory)
     if only in (None, "slowdown"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from suites.support.planted import planted
 from tests.support.tree import copy_tree, edit, run_lane
 
 pytestmark = pytest.mark.long(50)
@@ -34,6 +35,7 @@ def test_dynamo_disabled_by_env_var_is_an_instrument_failure(tmp_path: Path) -> 
     assert run.code == 1
 
 
+@planted("I1", "torch renames the trace artifact with graph breaks")
 def test_renamed_counter_is_an_instrument_failure(tmp_path: Path) -> None:
     """Simulates a torch that renames the trace artifact with graph breaks."""
     root = copy_tree(tmp_path / "tree")

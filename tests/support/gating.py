@@ -28,7 +28,7 @@ from tests.support.tree import CANARIES, declare_lanes
 COUNT_TEST = "suites/compile/test_a.py::test_count[cpu]"
 TIME_TEST = "suites/throughput/test_b.py::test_time[cpu]"
 TODAY = date(2026, 3, 2)
-# Standard deviation of CPU seconds between fresh processes on a quiet machine (DESIGN.md, suites/throughput).
+# Standard deviation of CPU seconds between fresh processes on a quiet machine (suites/throughput).
 PROCESS_SD = 0.012
 
 

@@ -6,11 +6,12 @@ message names the rule and the location. A surviving mutant means that a rule is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.support.tree import edit
+from bumpgate.core.errors import one_line
+from tests.support.tree import LaneRun, edit
 
 # The verdicts that an injected fault must cause.
 RED = ("REGRESSION", "CHANGED")
@@ -31,9 +32,33 @@ class Mutant:
         for file, old, new in self.edits:
             edit(root, file, old, new)
 
-    def unnamed(self, judged: dict[str, Any]) -> list[str]:
-        """Return the words missing from the message of a judgement."""
-        return [word for word in self.words if word not in message(judged)]
+    def survived(self, run: LaneRun, unchanged: LaneRun | None = None) -> str:
+        """Return why a run of the mutant's test in the edited tree is no kill; "" if its row is red.
+
+        unchanged: a run of the same test without the fault, in which the row must be right.
+        """
+        if run.verdict(self.row) not in RED:
+            return self._reason(run)
+        if unchanged and not measured_right(unchanged, self.row):
+            return f"without it {unchanged.verdict(self.row)}: {self._reason(unchanged)}"
+        absent = [word for word in self.words if word not in message(run.rows[self.row])]
+        return f"the message does not name {', '.join(absent)}" if absent else ""
+
+    def also_red(self, run: LaneRun) -> tuple[str, ...]:
+        """Return the other rows that are red in a run."""
+        return tuple(sorted(row for row in run.rows if row != self.row and run.verdict(row) in RED))
+
+    def _reason(self, run: LaneRun) -> str:
+        """Return the reason of the row's verdict, or how a run without the row ended."""
+        found = run.rows.get(self.row)
+        return one_line(found["reason"] or "no fault found") if found else one_line(run.output[-300:])
+
+
+def measured_right(run: LaneRun, row: str) -> bool:
+    """Return whether a row was measured and is not red. A row that is not reviewed yet is MISSING."""
+    judged = run.rows.get(row)
+    good = judged is not None and judged["verdict"] in ("PASS", "WIN", "MISSING")
+    return good and judged["row"]["value"] is not None
 
 
 def message(judged: dict[str, Any]) -> str:
@@ -207,3 +232,76 @@ MUTANTS = (
         ("C11", "min_bucket"),
     ),
 )
+
+_CPU = {mutant.name: mutant for mutant in MUTANTS}
+
+# On an H200, by class (tools/on_device.py). Whole models without Inductor, so that a fault costs seconds: graph breaks
+# and recompilations of Dynamo do not depend on the code generator.
+ON_DEVICE = {
+    "graph_break": replace(
+        _CPU["print_in_attention"],
+        test="suites/compile/test_policies.py::test_counts[nam52-per_block-h200]",
+        row="compile/nam52-per_block/graph_breaks",
+    ),
+    "recompile": replace(
+        _CPU["no_dynamic_mark"],
+        test="suites/compile/test_dynamic_batch.py::test_batch_is_dynamic_and_sequence_is_static[regional-2-h200]",
+        words=("C12", "model/"),
+    ),
+    # Not every layer: if a restart hits no cache at all, the row is INSTRUMENT.
+    "cache": Mutant(
+        "autograd_cache_cleared_at_start",
+        (
+            (
+                "suites/cache/programs.py",
+                '    if forget:\n        shutil.rmtree(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / forget)\n',
+                '    directory = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])\n'
+                '    shutil.rmtree(directory / (forget or "aotautograd"), ignore_errors=True)\n',
+            ),
+        ),
+        "suites/cache/test_layers.py::test_every_cache_layer_is_warm_after_restart[h200]",
+        "cache/layers-h200/cold_after_restart",
+        ("C18", "aot"),
+    ),
+    "numerics": Mutant(
+        "log2_of_e_to_five_digits",
+        (("kernels/rms_norm_gated/kernel.py", "tl.constexpr(1.4426950408889634)", "tl.constexpr(1.4427)"),),
+        "suites/kernels/test_rms_norm_gated.py::test_error_is_at_most_that_of_the_plain_formula[fp32-h200]",
+        "kernels/rms_norm_gated-h200-fp32/forward_error_ratio",
+        ("C36", "groups of"),
+    ),
+}
+
+# Sleeps on the device for a number of milliseconds. _sleep counts clock cycles, whose rate varies with the power draw
+# of the step: each sleep is calibrated by the events of the last one.
+SLEEP = """
+class Asleep:
+    cycles, events = 10**6, []
+
+    @classmethod
+    def for_milliseconds(cls, milliseconds: float) -> None:
+        if cls.events:
+            start, end = cls.events
+            end.synchronize()
+            cls.cycles = int(cls.cycles * milliseconds / start.elapsed_time(end))
+        cls.events = start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        start.record()
+        torch.cuda._sleep(cls.cycles)
+        end.record()
+
+
+"""
+
+
+def slower_step(milliseconds: float) -> Mutant:
+    """End a training step with a sleep on the device, so that host work cannot overlap it."""
+    head = "def train_step("
+    end = "    optimizer.zero_grad(set_to_none=True)\n    return loss.detach()\n"
+    slept = end.replace("    return", f"    Asleep.for_milliseconds({milliseconds!r})\n    return")
+    return Mutant(
+        "sleep_in_the_step",
+        (("launch/step.py", head, SLEEP.lstrip() + head), ("launch/step.py", end, slept)),
+        "suites/throughput/test_full_size.py::test_full_size_training_step[nam56r-eager-h200]",
+        "throughput/nam56r-full-eager-2x4096/tokens_per_second",
+        ("C37",),
+    )

@@ -24,7 +24,7 @@ def marks(path: Path) -> list[tuple[str, str]]:
         tuple(map(ast.literal_eval, call.args))
         for call in calls
         if isinstance(call.func, ast.Name) and call.func.id == "planted" and len(call.args) == 2
-        if all(isinstance(a, ast.Constant) for a in call.args) and str(call.args[0].value)[:1] in "CRX"
+        if all(isinstance(a, ast.Constant) for a in call.args) and str(call.args[0].value)[:1] in "CIRX"
     ]
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from bumpgate.core.baseline import load
-from tests.support.mutants import Mutant
+from tests.support.mutants import ON_DEVICE, Mutant, measured_right, slower_step
 from tests.support.tree import ROOT, LaneRun
 from tools import on_device
-from tools.on_device import FAULTS, LIMIT, SLOWDOWN, held, outcome, slower_step, step_milliseconds
+from tools.on_device import LIMIT, SLOWDOWN, outcome, step_milliseconds
 
-EVERY = {**FAULTS, "slowdown": slower_step(20.5)}
+EVERY = {**ON_DEVICE, "slowdown": slower_step(20.5)}
 NO_DEVICE = "no NVIDIA H200 seen by torch.cuda"
 
 
@@ -63,7 +63,7 @@ def test_mutant_test_belongs_to_lane_h200(mutant: Mutant) -> None:
 
 
 def run_with(verdict: str, message: str = "C6 model/attention.py print", other: str = "PASS") -> LaneRun:
-    row = FAULTS["graph_break"].row
+    row = ON_DEVICE["graph_break"].row
     rows = {
         row: judged(row, verdict, message=message),
         "compile/other/graphs": judged("compile/other/graphs", other),
@@ -88,22 +88,22 @@ def run_with(verdict: str, message: str = "C6 model/attention.py print", other: 
 def test_outcome_requires_a_row_red_only_with_the_fault(
     faulty: LaneRun, unchanged: LaneRun, survived: str
 ) -> None:
-    found = outcome("graph_break", FAULTS["graph_break"], faulty, unchanged, 3.0)
+    found = outcome("graph_break", ON_DEVICE["graph_break"], faulty, unchanged, 3.0)
     assert survived in found.survived if survived else not found.survived, found
     assert ("SURVIVED" in str(found)) == bool(survived)
 
 
 def test_outcome_lists_other_red_rows() -> None:
     other_red = run_with("REGRESSION", other="CHANGED")
-    found = outcome("graph_break", FAULTS["graph_break"], other_red, run_with("PASS"), 3.0)
+    found = outcome("graph_break", ON_DEVICE["graph_break"], other_red, run_with("PASS"), 3.0)
     assert found.also_red == ("compile/other/graphs",)
     assert "also red: compile/other/graphs" in str(found)
 
 
-def test_held_is_false_for_an_unmeasured_row() -> None:
-    row = FAULTS["cache"].row
-    assert held(LaneRun(1, "", {row: judged(row, "MISSING")}), row)
-    assert not held(LaneRun(1, "", {row: judged(row, "MISSING", None)}), row)
+def test_measured_right_is_false_for_an_unmeasured_row() -> None:
+    row = ON_DEVICE["cache"].row
+    assert measured_right(LaneRun(1, "", {row: judged(row, "MISSING")}), row)
+    assert not measured_right(LaneRun(1, "", {row: judged(row, "MISSING", None)}), row)
 
 
 def test_slowdown_limit_separates_slowed_from_unchanged_steps() -> None:
@@ -157,7 +157,7 @@ def test_each_fault_has_its_own_line_and_tree(device: Device, capsys) -> None:
     out = capsys.readouterr().out
     assert all(f"\n{name} " in out for name in EVERY)
     assert out.endswith("every fault was killed\n")
-    assert device.runs[: 1 + len(FAULTS)] == ["unchanged", *FAULTS]
+    assert device.runs[: 1 + len(ON_DEVICE)] == ["unchanged", *ON_DEVICE]
     assert device.runs[-3:] == ["unchanged_step", "slower_step", "unchanged_step"]
 
 
