@@ -196,8 +196,8 @@ def text(found: Answer) -> str:
         lines.append(f"{'decided by':11} {', '.join(found.deciding[:SHOWN])}{more}")
     for finding in found.findings[:FINDINGS]:
         lines.append(f"{finding.label.lower():11} {finding.metric or 'test'}: {finding.head or 'its value'}")
-        lines += [f"{'':11}   good {found.good}: {line}" for line in finding.good]
-        lines += [f"{'':11}   bad  {found.bad}: {line}" for line in finding.bad]
+        lines += [f"{'':11}   good {found.good}: {line}" for line in finding.adopted]
+        lines += [f"{'':11}   bad  {found.bad}: {line}" for line in finding.candidate]
     if len(found.findings) > FINDINGS:
         lines.append(f"{'':11} and {len(found.findings) - FINDINGS} more causes in bisect.json")
     misreads = (

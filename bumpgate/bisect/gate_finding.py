@@ -85,10 +85,15 @@ def load(path: Path, row: str = "") -> GateFinding:
     if found.label in UNDECIDABLE:
         raise GateFindingError(f"a {found.label} finding cannot be bisected: {UNDECIDABLE[found.label]}")
     tests = {
-        j.row.id: j.row.test for side in (gate.good, gate.bad) if side.record for j in side.record.judgements
+        j.row.id: j.row.test
+        for side in (gate.adopted, gate.candidate)
+        if side.record
+        for j in side.record.judgements
     }
-    packages = gate.good.packages, gate.bad.packages
-    options = tuple(options_of(gate.config.get("selection") or (), gate.good.record or gate.bad.record))
+    packages = gate.adopted.packages, gate.candidate.packages
+    options = tuple(
+        options_of(gate.config.get("selection") or (), gate.adopted.record or gate.candidate.record)
+    )
     if found.label == SLOWER:
         rows = _rows_of_one_test(path, gate, found, row, tests)
         ratios = {name: gate.timed[name].ratio for name in rows}

@@ -105,13 +105,13 @@ class TimedTest:
             shutil.rmtree(place / "caches", ignore_errors=True)
             sessions = Sessions(self.tests, self.plan, self.plan.budget, cache_pairs=COPIES)
         with device_lock(lanes.require(self.root, self.lane), self.say):
-            _Pair(self, {"good": good, "bad": environment}, place).measure(sessions)
+            _Pair(self, {"adopted": good, "candidate": environment}, place).measure(sessions)
         shutil.rmtree(place / "caches", ignore_errors=True)
         cause, failure = Cause.RAN, ""
         if not any(sessions.log_ratios.values()):
             if fault := import_fault(environment, "torch", self.package):
                 cause, failure = Cause.BROKEN, fault
-            elif sessions.faults["good"] or not sessions.faults["bad"]:
+            elif sessions.faults["adopted"] or not sessions.faults["candidate"]:
                 cause, failure = Cause.MACHINE, f"no time was read: {one_line(sessions.lost, 160)}"
                 (place / SESSIONS).unlink(missing_ok=True)
         return Reading(place, cause, MEASURED, failure, time.monotonic() - started, packages)
@@ -142,7 +142,7 @@ class TimedTest:
             return ProbeResult(ProbeOutcome.BAD, f"slower: {_shown(sessions, slower)}")
         if not undecided:
             return ProbeResult(ProbeOutcome.GOOD, f"not slower: {_shown(sessions, rows)}")
-        if faults := sessions.faults["bad"]:
+        if faults := sessions.faults["candidate"]:
             test, why = next(iter(faults.items()))
             return ProbeResult(ProbeOutcome.OTHER, f"another fault: {test}: {one_line(why, 160)}")
         return ProbeResult(ProbeOutcome.UNKNOWN, f"undecided: {_shown(sessions, undecided)}")
@@ -158,7 +158,7 @@ class TimedTest:
 
     def repro(self, environment: Environment, reading: Reading | None) -> str:
         nodes = sorted({self.tests[row] for row in self.deciding or self.tests})
-        pythons = "--python-good", str(self.good().python), "--python-bad", str(environment.python)
+        pythons = "--python-adopted", str(self.good().python), "--python-candidate", str(environment.python)
         return shlex.join(["bumpgate", "gate", "--lane", self.lane, *pythons, "--", *self.options, *nodes])
 
     def _outcomes(self, reading: Reading) -> dict[str, Timed]:
@@ -177,7 +177,7 @@ class TimedTest:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Processes of one probe. sides: "good" and "bad". place: the folder of the reading."""
+    """Processes of one probe. sides: "adopted" and "candidate". place: the folder of the reading."""
 
     test: TimedTest
     sides: Mapping[str, Environment]
@@ -189,7 +189,7 @@ class _Pair:
         if not sessions.warm:
             self._fill_caches(sessions, at_once)
         while sessions.open_tests():
-            failing = sessions.faults["bad"] and sessions.started == sessions.consecutive_empty
+            failing = sessions.faults["candidate"] and sessions.started == sessions.consecutive_empty
             if failing and sessions.started >= FAILING:
                 break
             if at_once:
@@ -202,7 +202,7 @@ class _Pair:
         """Compile once in each pair of caches: no session has a cold start."""
         tests = sorted(set(sessions.tests.values()))
         for pair in range(sessions.cache_pairs):
-            for sides in [("good", "bad")] if at_once else [("good",), ("bad",)]:
+            for sides in [("adopted", "candidate")] if at_once else [("adopted",), ("candidate",)]:
                 run_lanes(
                     [self._call(side, pair, tests, rounds=1) for side in sides], TEST_SECONDS * len(tests)
                 )
@@ -210,7 +210,7 @@ class _Pair:
         self._save(sessions)
 
     def _duet(self, sessions: Sessions, tests: Sequence[str], flip: bool) -> tuple[Times, Times]:
-        calls = [self._call(side, sessions.cache, tests) for side in ("good", "bad")]
+        calls = [self._call(side, sessions.cache, tests) for side in ("adopted", "candidate")]
         runs = run_duet(calls, flip, TEST_SECONDS * len(tests))
         good, bad = (reading(run, tests, sessions.tests) for run in runs)
         return good, bad

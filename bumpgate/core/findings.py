@@ -52,8 +52,8 @@ class Finding:
 
     decision: the gate's decision from this cause alone; ADOPT if it does not block (WIN, FASTER, FIXED).
     label: the row verdict or the outcome ("CHANGED", "SLOWER"). metric, head: the signature; no metric if rows
-    could not be measured, since the reason alone is then the cause. good, bad: what each side showed, line by line.
-    repro: one command. tests: node ids that failed, and not for their red rows alone.
+    could not be measured, since the reason alone is then the cause. adopted, candidate: what each side showed,
+    line by line. repro: one command. tests: node ids that failed, and not for their red rows alone.
     """
 
     decision: Decision
@@ -61,8 +61,8 @@ class Finding:
     metric: str
     head: str
     rows: tuple[str, ...] = ()
-    good: tuple[str, ...] = ()
-    bad: tuple[str, ...] = ()
+    adopted: tuple[str, ...] = ()
+    candidate: tuple[str, ...] = ()
     repro: str = ""
     tests: tuple[str, ...] = ()
 
@@ -82,8 +82,8 @@ def group(loose: Iterable[Finding]) -> tuple[Finding, ...]:
         replace(
             found[0],
             rows=_union(f.rows for f in found),
-            good=_union(f.good for f in found),
-            bad=_union(f.bad for f in found),
+            adopted=_union(f.adopted for f in found),
+            candidate=_union(f.candidate for f in found),
             tests=_union(f.tests for f in found),
         )
         for found in causes.values()

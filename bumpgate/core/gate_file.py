@@ -15,7 +15,10 @@ from bumpgate.core.errors import BumpgateError, loads, one_line
 from bumpgate.core.findings import Decision, Finding, TimedOutcome
 from bumpgate.core.rows import Record, is_number, read_record
 
-GATE_SCHEMA = 2
+GATE_SCHEMA = 3
+# The sides of schema 2 were called good and bad; its files are still read.
+OLD_SCHEMA, OLD_NAMES = 2, {"good": "adopted", "bad": "candidate"}
+OLD_OPTIONS = {f"python_{old}": f"python_{new}" for old, new in OLD_NAMES.items()}
 # Sessions after which an undecided time can be reviewed: the fewest that can call a row SLOWER.
 REVIEWABLE = 16
 
@@ -59,7 +62,7 @@ class Paired:
 
 @dataclass(frozen=True)
 class GateFile:
-    """One gate. good: the adopted environment; bad: the candidate. started: UTC, ISO 8601.
+    """One gate. adopted: the adopted environment; candidate: the candidate. started: UTC, ISO 8601.
 
     finished: False for a gate that was killed. readings: row id -> log-ratio to the build of a month before
     (bumpgate.gate.drift), if the gate was paired with one. config, binding: its options and the work tree that it
@@ -71,8 +74,8 @@ class GateFile:
     started: str
     wall_seconds: float
     command: str
-    good: GateSide
-    bad: GateSide
+    adopted: GateSide
+    candidate: GateSide
     findings: tuple[Finding, ...]
     timed: Mapping[str, Paired]
     drifts: Mapping[str, Mapping[str, Any]]
@@ -115,6 +118,7 @@ def read(path: Path) -> Record | GateFile:
         raise GateFileError(f"{path}: neither a record nor a gate ({one_line(error)})") from None
     if not isinstance(raw, dict) or "decision" not in raw:
         return read_record(path)
+    raw = with_current_names(raw)
     if raw.get("schema") != GATE_SCHEMA:
         raise GateFileError(
             f"{path}: a gate of schema {raw.get('schema')!r}, this bumpgate reads {GATE_SCHEMA}: run the gate again"
@@ -126,8 +130,8 @@ def read(path: Path) -> Record | GateFile:
             started=str(raw.get("started", "")),
             wall_seconds=_number(raw.get("wall_seconds")),
             command=str(raw.get("command", "")),
-            good=_side(path, raw["sides"]["good"]),
-            bad=_side(path, raw["sides"]["bad"]),
+            adopted=_side(path, raw["sides"]["adopted"]),
+            candidate=_side(path, raw["sides"]["candidate"]),
             findings=tuple(_finding(f) for f in raw["findings"]),
             timed={str(row): _paired(t) for row, t in raw.get("timed", {}).items()},
             drifts={str(row): dict(c) for row, c in raw.get("drifts", {}).items()},
@@ -144,6 +148,27 @@ def read(path: Path) -> Record | GateFile:
         raise GateFileError(
             f"{path}: corrupt or incomplete gate file ({type(error).__name__}: {one_line(error)})"
         ) from None
+
+
+def with_current_names(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a gate.json with the sides' current names, if it has schema 2; else unchanged."""
+    if raw.get("schema") != OLD_SCHEMA:
+        return raw
+    raw = {**raw, "schema": GATE_SCHEMA}
+    try:
+        raw["sides"] = renamed_sides(raw["sides"])
+        raw["findings"] = [renamed_sides(finding) for finding in raw["findings"]]
+        raw["config"] = {
+            OLD_OPTIONS.get(name, name): value for name, value in (raw.get("config") or {}).items()
+        }
+    except (KeyError, TypeError, AttributeError):
+        pass  # an incomplete file, which the reader reports
+    return raw
+
+
+def renamed_sides(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dictionary with the current names of the sides as keys."""
+    return {OLD_NAMES.get(name, name): value for name, value in raw.items()}
 
 
 def _side(path: Path, raw: Mapping[str, Any]) -> GateSide:
@@ -167,10 +192,12 @@ def _side(path: Path, raw: Mapping[str, Any]) -> GateSide:
 
 
 def _finding(raw: Mapping[str, Any]) -> Finding:
-    rows, good, bad = (tuple(str(line) for line in raw[name]) for name in ("rows", "good", "bad"))
+    rows, adopted, candidate = (
+        tuple(str(line) for line in raw[name]) for name in ("rows", "adopted", "candidate")
+    )
     label, metric, head, repro = (str(raw[name]) for name in ("label", "metric", "head", "repro"))
     tests = tuple(str(test) for test in raw.get("tests", ()))
-    return Finding(Decision[raw["decision"]], label, metric, head, rows, good, bad, repro, tests)
+    return Finding(Decision[raw["decision"]], label, metric, head, rows, adopted, candidate, repro, tests)
 
 
 def _paired(raw: Mapping[str, Any]) -> Paired:

@@ -58,24 +58,24 @@ def spoiled_again(runner: GateRunner, name: str, record: Record, path: Path) -> 
     )
 
 
-def outside_on_one_side(good: Record, bad: Record) -> dict[str, str]:
+def outside_on_one_side(adopted: Record, candidate: Record) -> dict[str, str]:
     """Return row id -> node id of the times read once that miss a bound of their test on one side and are right on the
     other; empty if they are of more than MOST_TESTS tests.
     """
-    before = {j.row.id: j for j in good.judgements}
+    before = {j.row.id: j for j in adopted.judgements}
     found = {
         j.row.id: j.row.test
-        for j in bad.judgements
+        for j in candidate.judgements
         if j.row.id in before and _outside_on_one(before[j.row.id], j)
     }
     return found if len(set(found.values())) <= MOST_TESTS else {}
 
 
-def _outside_on_one(good: Judgement, bad: Judgement) -> bool:
-    if kinds(good.row, bad.row) or good.red == bad.red:
+def _outside_on_one(adopted: Judgement, candidate: Judgement) -> bool:
+    if kinds(adopted.row, candidate.row) or adopted.red == candidate.red:
         return False
-    red = good if good.red else bad
-    return all(_read_once(j) for j in (good, bad)) and violation(red.row) is not None
+    red = adopted if adopted.red else candidate
+    return all(_read_once(j) for j in (adopted, candidate)) and violation(red.row) is not None
 
 
 def _read_once(j: Judgement) -> bool:
@@ -87,11 +87,11 @@ def _read_once(j: Judgement) -> bool:
 def read_again(runner: GateRunner) -> None:
     """Read the times that miss a bound on one side alone once more on both sides, and save each record and the gate."""
     sides = runner.gate.sides
-    records = {name: runner.record(name) for name in ("good", "bad")}
-    good, bad = records["good"], records["bad"]
-    if good is None or bad is None or sides["good"].failure or sides["bad"].failure:
+    records = {name: runner.record(name) for name in ("adopted", "candidate")}
+    adopted, candidate = records["adopted"], records["candidate"]
+    if adopted is None or candidate is None or sides["adopted"].failure or sides["candidate"].failure:
         return
-    rows = outside_on_one_side(good, bad)
+    rows = outside_on_one_side(adopted, candidate)
     names = [name for name in records if not sides[name].read_again]
     if not rows or not names:
         return

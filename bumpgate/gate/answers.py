@@ -23,18 +23,18 @@ LOOK = 10.0
 PROGRESS = 120.0
 
 
-def certain_findings(lane: str, good: Side, bad: Side) -> list[Finding]:
+def certain_findings(lane: str, adopted: Side, candidate: Side) -> list[Finding]:
     """Return the findings that keep the candidate from being adopted and do not depend on times.
 
     Both sides must have a record.
     """
-    assert good.record
-    assert bad.record
-    to_time = timed_rows(good.record, bad.record).keys()
+    assert adopted.record
+    assert candidate.record
+    to_time = timed_rows(adopted.record, candidate.record).keys()
     # A finding without rows is a failed test.
     return [
         f
-        for f in judge_gate(lane, good, bad, {}, {}).findings
+        for f in judge_gate(lane, adopted, candidate, {}, {}).findings
         if f.decision is not Decision.ADOPT and (not f.rows or not {*f.rows} <= to_time)
     ]
 
@@ -92,11 +92,14 @@ class Interim:
         common = self._common()
         if common is None:
             return []
-        good, bad = common
+        adopted, candidate = common
         at = f"{(time.monotonic() - self.started) / 60:.1f} min"
-        sides = [replace(self.sides[name], record=record) for name, record in (("good", good), ("bad", bad))]
+        sides = [
+            replace(self.sides[name], record=record)
+            for name, record in (("adopted", adopted), ("candidate", candidate))
+        ]
         found = certain_findings(self.lane, *sides)
-        pending = {*outside_on_one_side(good, bad)} if self.again else set()
+        pending = {*outside_on_one_side(adopted, candidate)} if self.again else set()
         holding = (f for f in found if f.decision is Decision.HOLD)
         causes = {f.cause: f for f in holding if not f.rows or not {*f.rows} <= pending}
         new = [text for text in causes if text not in self.shown]
@@ -105,7 +108,7 @@ class Interim:
         held = (
             f"{len(self.shown)} cause{'s' * (len(self.shown) != 1)} to hold" if self.shown else "none holds"
         )
-        compared = f"{len(bad.judgements)} row{'s' * (len(bad.judgements) != 1)} compared"
+        compared = f"{len(candidate.judgements)} row{'s' * (len(candidate.judgements) != 1)} compared"
         return lines or ([f"{at}: {compared}: {held} so far"] if progress else [])
 
     def _common(self) -> tuple[Record, Record] | None:
@@ -116,16 +119,16 @@ class Interim:
                 found[name] = read_record(path)
             except BumpgateError:
                 return None  # not written yet
-        if found.keys() != {"good", "bad"}:
+        if found.keys() != {"adopted", "candidate"}:
             return None
         both = set.intersection(*({j.row.id for j in record.judgements} for record in found.values()))
-        good, bad = (
+        adopted, candidate = (
             replace(
                 found[name],
                 judgements=tuple(j for j in found[name].judgements if j.row.id in both),
                 complete=True,
                 problems=(),
             )
-            for name in ("good", "bad")
+            for name in ("adopted", "candidate")
         )
-        return (good, bad) if both else None
+        return (adopted, candidate) if both else None

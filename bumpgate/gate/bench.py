@@ -91,12 +91,14 @@ class GateRunner:
         self.gate.finished = False
         self.enter()
         self._require_measured_sides()
-        if not (sides["good"].failure or sides["bad"].failure):
-            for names in self.groups([name for name in ("good", "bad") if sides[name].canaries is None]):
+        if not (sides["adopted"].failure or sides["candidate"].failure):
+            for names in self.groups(
+                [name for name in ("adopted", "candidate") if sides[name].canaries is None]
+            ):
                 self.canaries(names)
                 self.save()
             self._recall()
-            for names in self.groups([name for name in ("good", "bad") if not sides[name].measured]):
+            for names in self.groups([name for name in ("adopted", "candidate") if not sides[name].measured]):
                 self.measure(names)
                 self.save()
             if self.gate.paired is None and not self.gate.config.fast:
@@ -188,10 +190,10 @@ class GateRunner:
             runs = self.run_sides(
                 names, "counts and numerics", self.gate.config.selection, "{}.json", env_vars=variables
             )
-        if "good" in runs and runs["good"].code == USAGE:
+        if "adopted" in runs and runs["adopted"].code == USAGE:
             # Nothing is measured yet, so there is nothing to resume.
             (self.out / NAME).unlink()
-            raise GateError(f"pytest rejects the selection: {runs['good'].failure}")
+            raise GateError(f"pytest rejects the selection: {runs['adopted'].failure}")
         for name, run in runs.items():
             side = self.gate.sides[name]
             side.measured, side.failure = True, run.failure
@@ -201,24 +203,24 @@ class GateRunner:
                 record = spoiled_again(self, name, run.record, path)
                 side.record = path.name
                 self.view.say(f"{TITLES[name]}: {summary(record)}")
-                if name == "good" and not run.failure:
+                if name == "adopted" and not run.failure:
                     self._keep(record, path)
             if run.failure:
                 self.view.say(f"{TITLES[name]}: {run.failure} (log: {run.log})")
 
     def _keep(self, record: Record, path: Path) -> None:
         if (key := self._kept_key()) and not tree_gap(self.gate, self.tree()):
-            kept.save(key, record, path, self.env_specs["good"].cache_folders.values())
+            kept.save(key, record, path, self.env_specs["adopted"].cache_folders.values())
 
     def _recall(self) -> None:
         """Take the adopted side's rows from a kept run of the same tree, packages and host, if there is one."""
-        side, key = self.gate.sides["good"], self._kept_key()
+        side, key = self.gate.sides["adopted"], self._kept_key()
         found = kept.find(key) if key and not (side.measured or self.fresh) else None
         if found is None:
             return
         path, side.kept = found
         record = read_record(path)
-        side.measured, side.record = True, "good.json"
+        side.measured, side.record = True, "adopted.json"
         write_record(
             self.out / side.record,
             record.provenance,
@@ -226,7 +228,7 @@ class GateRunner:
             complete=True,
             problems=record.problems,
         )
-        self.view.say(f"{TITLES['good']}: {summary(record)}")
+        self.view.say(f"{TITLES['adopted']}: {summary(record)}")
         self.view.say(f"  its run of {side.kept}: same tree, packages and host (--fresh runs it again)")
         self.save()
 
@@ -235,7 +237,7 @@ class GateRunner:
 
         A user's interpreter can change while its versions stay.
         """
-        spec, side, config = self.env_specs["good"], self.gate.sides["good"], self.gate.config
+        spec, side, config = self.env_specs["adopted"], self.gate.sides["adopted"], self.gate.config
         if spec.lock is None or self.gate.binding is None:
             return ""
         return kept.key(
@@ -255,7 +257,7 @@ class GateRunner:
             packages=side.packages,
             git_version=side.git_version,
             host=self.gate.host,
-            gpus=[len(s.gpus) for s in self._halves(["good"])[0]],
+            gpus=[len(s.gpus) for s in self._halves(["adopted"])[0]],
         )
 
     def _accepted(self) -> list[str]:
@@ -269,16 +271,16 @@ class GateRunner:
         sides = self.gate.sides
         if self.gate.config.fast:
             return
-        good, bad = self.record("good"), self.record("bad")
-        if good is None or bad is None or sides["good"].failure or sides["bad"].failure:
+        adopted, candidate = self.record("adopted"), self.record("candidate")
+        if adopted is None or candidate is None or sides["adopted"].failure or sides["candidate"].failure:
             return
         if self.gate.paired is None:
-            pairs = 1 + min(len(self.env_specs[name].more) for name in ("good", "bad"))
-            rows = timed_rows(good, bad)
+            pairs = 1 + min(len(self.env_specs[name].more) for name in ("adopted", "candidate"))
+            rows = timed_rows(adopted, candidate)
             self.gate.paired = Sessions(rows, self.plan, self.plan.budget, cache_pairs=pairs)
         timed = TimedRuns(self, self.options())
         timed.warm(self.gate.paired)
-        timed.sessions(self.gate.paired, "good")
+        timed.sessions(self.gate.paired, "adopted")
         if "anchor" in sides and not sides["anchor"].failure:
             if self.gate.drifted is None:
                 self.gate.drifted = Sessions(self.gate.paired.tests, None, drift.SESSIONS)
@@ -287,8 +289,8 @@ class GateRunner:
     def _first_answer(self) -> None:
         """Show and save what is known before the sessions begin: the findings that do not depend on times."""
         sides = self._sides()
-        if sides["good"].record and sides["bad"].record:
-            found = certain_findings(self.gate.config.lane, sides["good"], sides["bad"])
+        if sides["adopted"].record and sides["candidate"].record:
+            found = certain_findings(self.gate.config.lane, sides["adopted"], sides["candidate"])
             for line in first_answer(found):
                 self.view.say(line)
             self.gate.findings = tuple(found)
@@ -296,7 +298,7 @@ class GateRunner:
 
     def _interim(self, running: Sequence[str]) -> Interim:
         """Return a comparison of the records that these running sides, and those measured before, have so far."""
-        there = [name for name in ("good", "bad") if name in running or self.gate.sides[name].record]
+        there = [name for name in ("adopted", "candidate") if name in running or self.gate.sides[name].record]
         records = {name: self.out / f"{name}.json" for name in there}
         config = self.gate.config
         return Interim(config.lane, self._sides(), records, self._started, self.view.say, not config.fast)
@@ -314,19 +316,19 @@ class GateRunner:
         if gate.paired:
             alone = _add_faults(sides, gate.paired)
             if gate.drifted:
-                sides["bad"] = _with_problems(sides["bad"], gate.drifted.problems("bad"))
+                sides["candidate"] = _with_problems(sides["candidate"], gate.drifted.problems("candidate"))
             gate.timed = summarise(gate.paired.log_ratios, self.plan, gate.paired.family)
         drifted = gate.drifted.log_ratios if gate.drifted else {}
         acceptances = accepted.load(self.root / "baselines" / accepted.FILE)
         found = find_drifts(self.recent, lane, list(gate.timed), drifted, self.today, acceptances)
         gate.drifts = {row: drifts[-1] for row, drifts in found.items()}
         timed, crept, lines = apply_to_times(gate.timed, found, acceptances, lane, self.today)
-        verdict = judge_gate(lane, sides["good"], sides["bad"], timed, crept)
+        verdict = judge_gate(lane, sides["adopted"], sides["candidate"], timed, crept)
         lost = unequal_losses(lane, gate.paired) if gate.paired else []
         gaps = [
             *anchor_gap(gate, self.root, self.options()),
             *tree_gap(gate, self.tree()),
-            *left_out(gate, self.record("bad")),
+            *left_out(gate, self.record("candidate")),
         ]
         findings = group([*verdict.findings, *of_adopted_alone(lane, alone), *lost, *gaps])
         gate.decision = findings[0].decision if findings else verdict.decision
@@ -382,7 +384,11 @@ class GateRunner:
 
     def _halves(self, names: Sequence[str]) -> list[list[GpuShare]]:
         """Return each side's part of the machine, the same if it runs alone: of two shares or more its half."""
-        both = ("good", "bad") if len(self.shares) > 1 and {*names} <= {"good", "bad"} else names
+        both = (
+            ("adopted", "candidate")
+            if len(self.shares) > 1 and {*names} <= {"adopted", "candidate"}
+            else names
+        )
         own = dict(zip(both, self.shares_of(len(both))))
         return [own[name] for name in names]
 
@@ -397,7 +403,7 @@ class GateRunner:
         """Return env_vars that make a whole-lane gate of triton collect the codegen tier, if both sides have triton."""
         options, sides = self.gate.config, self.gate.sides
         of_triton = any(TRITON.match(text) for text in (options.candidate, options.adopted))
-        both = all("triton" in sides[name].packages for name in ("good", "bad"))
+        both = all("triton" in sides[name].packages for name in ("adopted", "candidate"))
         return {"BUMPGATE_TIERS": "codegen"} if of_triton and both and not options.selection else {}
 
     def record(self, name: str) -> Record | None:
@@ -407,7 +413,9 @@ class GateRunner:
 
     def options(self, record: Record | None = None) -> list[str]:
         """Return the options of the selection, for a later run of some of its tests. record: default is a saved one."""
-        return options_of(self.gate.config.selection, record or self.record("good") or self.record("bad"))
+        return options_of(
+            self.gate.config.selection, record or self.record("adopted") or self.record("candidate")
+        )
 
     def _judged(self, name: str) -> Record | None:
         """Return a side's record for the verdict: empty if the side was not run because of the other one."""
@@ -417,7 +425,7 @@ class GateRunner:
 
     def _with_interpreter(self, f: Finding) -> Finding:
         """Put the side's interpreter into the repro: plain `pytest` depends on the shell's environment."""
-        python = self.env_specs["good" if f.good and not f.bad else "bad"].python
+        python = self.env_specs["adopted" if f.adopted and not f.candidate else "candidate"].python
         if not f.repro.startswith("pytest "):
             return f
         return replace(f, repro=by_hand(python, self.root, f.repro, self.options()))
@@ -433,10 +441,13 @@ def other_packages(name: str, then: Mapping[str, str], now: Mapping[str, str]) -
 
 def _add_faults(sides: dict[str, Side], sessions: Sessions) -> list[Problem]:
     """Add the problems of the timed processes to both sides' records; return those that only the adopted side had."""
-    bad, faults = _with_problems(sides["bad"], sessions.problems("bad")), sessions.problems("good")
-    of_candidate = {p.test for p in bad.record.problems} if bad.record else set()
+    candidate, faults = (
+        _with_problems(sides["candidate"], sessions.problems("candidate")),
+        sessions.problems("adopted"),
+    )
+    of_candidate = {p.test for p in candidate.record.problems} if candidate.record else set()
     shared = [p for p in faults if p.test in of_candidate]
-    sides |= {"good": _with_problems(sides["good"], shared), "bad": bad}
+    sides |= {"adopted": _with_problems(sides["adopted"], shared), "candidate": candidate}
     return [p for p in faults if p not in shared]
 
 

@@ -43,34 +43,34 @@ class ValueChange(Enum):
     AGAIN = "AGAIN"
 
 
-def change(good: Row, bad: Row) -> ValueChange | None:
+def change(adopted: Row, candidate: Row) -> ValueChange | None:
     """Return what differs between two measured values of one row; None if nothing does, or if it is judged elsewhere.
 
     A derived expectation judges each side separately, and paired sessions judge rows with an interval.
     """
-    if bad.expected is not None or timed(bad) or same_value(good.value, bad.value):
+    if candidate.expected is not None or timed(candidate) or same_value(adopted.value, candidate.value):
         return None
-    if bad.better == "code":
-        before_counts, after_counts = kernel_code.parse(good.value), kernel_code.parse(bad.value)
+    if candidate.better == "code":
+        before_counts, after_counts = kernel_code.parse(adopted.value), kernel_code.parse(candidate.value)
         if kernel_code.worse(before_counts, after_counts):
             return ValueChange.WORSE
         return ValueChange.BETTER if kernel_code.worse(after_counts, before_counts) else None
-    before, after = good.value, bad.value
-    sign = direction(bad)
-    if isinstance(before, bool) and isinstance(after, bool) and bad.per_build:
+    before, after = adopted.value, candidate.value
+    sign = direction(candidate)
+    if isinstance(before, bool) and isinstance(after, bool) and candidate.per_build:
         return ValueChange.OTHER if after else ValueChange.WORSE  # a capability that was lost
     if not sign or not (is_finite(before) and is_finite(after)):
-        return None if bad.better == "derived" else ValueChange.OTHER
-    factor, floor = _allowed(bad)
+        return None if candidate.better == "derived" else ValueChange.OTHER
+    factor, floor = _allowed(candidate)
     worse, better = (after, before) if sign > 0 else (before, after)
     if _beyond(worse, better, factor, floor):
-        return ValueChange.AGAIN if is_time(bad) else ValueChange.WORSE
+        return ValueChange.AGAIN if is_time(candidate) else ValueChange.WORSE
     if _beyond(better, worse, factor, floor):
-        return None if is_time(bad) else ValueChange.BETTER
-    return ValueChange.OTHER if bad.per_build else None
+        return None if is_time(candidate) else ValueChange.BETTER
+    return ValueChange.OTHER if candidate.per_build else None
 
 
-def looks_slower(good: Judgement, bad: Judgement) -> bool:
+def looks_slower(adopted: Judgement, candidate: Judgement) -> bool:
     """Whether a time that each side read once must be measured again before it counts against the candidate.
 
     It is worse than the adopted side's by more than such readings differ, or than the reviewed value by more than its
@@ -78,39 +78,50 @@ def looks_slower(good: Judgement, bad: Judgement) -> bool:
     second reading: bumpgate.gate.again), a value that the sessions cannot compare (not above 0), and a tolerance within
     which they would call the row SAME. A ratio to another implementation is judged by its own time.
     """
-    if timed(bad.row) or bad.row.own or not is_time(bad.row) or kinds(good.row, bad.row) or bad.accepted:
+    if (
+        timed(candidate.row)
+        or candidate.row.own
+        or not is_time(candidate.row)
+        or kinds(adopted.row, candidate.row)
+        or candidate.accepted
+    ):
         return False
-    if not all(is_finite(j.row.value) and j.row.value > 0 for j in (good, bad)):
+    if not all(is_finite(j.row.value) and j.row.value > 0 for j in (adopted, candidate)):
         return False
-    against_review = bad.verdict is Verdict.REGRESSION and not good.red and violation(bad.row) is None
-    if against_review and bad.tolerance < SAME_MARGIN:
+    against_review = (
+        candidate.verdict is Verdict.REGRESSION and not adopted.red and violation(candidate.row) is None
+    )
+    if against_review and candidate.tolerance < SAME_MARGIN:
         return False
-    return against_review or change(good.row, bad.row) is ValueChange.AGAIN
+    return against_review or change(adopted.row, candidate.row) is ValueChange.AGAIN
 
 
-def slow_in_both(good: Judgement, bad: Judgement, *, paired: bool) -> bool:
+def slow_in_both(adopted: Judgement, candidate: Judgement, *, paired: bool) -> bool:
     """Whether a time or rate misses its limit on both sides, and is not worse on the candidate: the machine is slow.
 
     Both sides ran on that machine, so that they compare with each other. paired: the sessions compare them. Otherwise
     the candidate's single reading may be worse by as much as readings of one build differ. A slow machine does not
     explain a ratio of times, a share of a roofline, or any other quotient.
     """
-    both = all(j.verdict is Verdict.REGRESSION and is_finite(j.row.value) for j in (good, bad))
-    sign = direction(bad.row)
-    if not (both and sign and ABSOLUTE.fullmatch(bad.row.unit)) or kinds(good.row, bad.row):
+    both = all(j.verdict is Verdict.REGRESSION and is_finite(j.row.value) for j in (adopted, candidate))
+    sign = direction(candidate.row)
+    if not (both and sign and ABSOLUTE.fullmatch(candidate.row.unit)) or kinds(adopted.row, candidate.row):
         return False
-    assert is_finite(good.row.value)
-    assert is_finite(bad.row.value)
-    worse, better = (bad.row.value, good.row.value) if sign > 0 else (good.row.value, bad.row.value)
-    return paired or not _beyond(worse, better, TIMES.get(bad.row.unit, TIMES["ms"]), 0.0)
+    assert is_finite(adopted.row.value)
+    assert is_finite(candidate.row.value)
+    worse, better = (
+        (candidate.row.value, adopted.row.value) if sign > 0 else (adopted.row.value, candidate.row.value)
+    )
+    return paired or not _beyond(worse, better, TIMES.get(candidate.row.unit, TIMES["ms"]), 0.0)
 
 
-def kinds(good: Row, bad: Row) -> dict[str, tuple[str | bool, str | bool]]:
+def kinds(adopted: Row, candidate: Row) -> dict[str, tuple[str | bool, str | bool]]:
     """Return field -> its two values, of the fields without which the values of a row cannot be compared."""
     pairs = {
-        name: (getattr(good, name), getattr(bad, name)) for name in ("work", "unit", "better", "per_build")
+        name: (getattr(adopted, name), getattr(candidate, name))
+        for name in ("work", "unit", "better", "per_build")
     }
-    pairs["timed"] = timed(good), timed(bad)
+    pairs["timed"] = timed(adopted), timed(candidate)
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 

@@ -60,8 +60,8 @@ def command(
         str,
         typer.Option(help="Also pair the candidate with this older build; `history`: that of a month ago."),
     ] = "",
-    python_good: Annotated[str, typer.Option(help="Adopted side: this interpreter, unchanged.")] = "",
-    python_bad: Annotated[str, typer.Option(help="Candidate side: this interpreter, unchanged.")] = "",
+    python_adopted: Annotated[str, typer.Option(help="Adopted side: this interpreter, unchanged.")] = "",
+    python_candidate: Annotated[str, typer.Option(help="Candidate side: this interpreter, unchanged.")] = "",
     python_anchor: Annotated[str, typer.Option(help="Anchor side: this interpreter, unchanged.")] = "",
     without: Annotated[
         list[str] | None,
@@ -128,8 +128,8 @@ def command(
         candidate=candidate,
         adopted=adopted,
         anchor=_adopted_a_month_ago(lane) if anchor == "history" else anchor,
-        python_good=absolute(python_good),
-        python_bad=absolute(python_bad),
+        python_adopted=absolute(python_adopted),
+        python_candidate=absolute(python_candidate),
         python_anchor=absolute(python_anchor),
         sessions=sessions,
         selection=(metrics.test_path(lane, shell),)
@@ -204,9 +204,11 @@ def command(
 def _adoption(config: GateConfig, found: GateFile, path: Path) -> str:
     """Return the command that adopts the candidate of a gate."""
     words = ["bumpgate", "adopt", str(path)]
-    if config.python_bad:
-        words += ["--candidate", f"torch=={found.bad.packages.get('torch', 'X')}"]
-        words += [w for name in config.without if name not in found.bad.wheels for w in ("--without", name)]
+    if config.python_candidate:
+        words += ["--candidate", f"torch=={found.candidate.packages.get('torch', 'X')}"]
+        words += [
+            w for name in config.without if name not in found.candidate.wheels for w in ("--without", name)
+        ]
     holds = found.decision is not Decision.ADOPT
     return shlex.join(words) + " --reviewed ROW --reason TEXT, for each intended change" * holds
 
@@ -219,14 +221,16 @@ def _refuse(config: GateConfig, root: Path) -> None:
             f"{cut} was cut short here: {end} it with: bumpgate rollback {cut.lane} --adoption"
         )
     lanes.require(root, config.lane)
-    if bool(config.candidate) == bool(config.python_bad):
-        raise BumpgateError("name the candidate: --candidate 'torch==X', or --python-bad PATH")
+    if bool(config.candidate) == bool(config.python_candidate):
+        raise BumpgateError("name the candidate: --candidate 'torch==X', or --python-candidate PATH")
     for name in ("adopted", "anchor"):
-        python = {"adopted": config.python_good, "anchor": config.python_anchor}[name]
+        python = {"adopted": config.python_adopted, "anchor": config.python_anchor}[name]
         if getattr(config, name) and python:
             raise BumpgateError(f"--{name} cannot be combined with an interpreter for it")
-    if config.without and not (config.python_good or config.python_bad or config.python_anchor):
-        raise BumpgateError("--without is for interpreters (--python-bad PATH): name one, or leave it out")
+    if config.without and not (config.python_adopted or config.python_candidate or config.python_anchor):
+        raise BumpgateError(
+            "--without is for interpreters (--python-candidate PATH): name one, or leave it out"
+        )
     if config.fast and (older := config.anchor or config.python_anchor):
         raise BumpgateError(f"--fast and the anchor {older}: a fast gate measures no drift; leave one out")
     require_kernel_wheels(root, config.lane, config.without)
@@ -307,7 +311,10 @@ def _env_specs(
     config: GateConfig, view: View, root: Path, sources: dict[str, Any], new: bool
 ) -> dict[str, EnvSpec]:
     """Return an interpreter for each side. A side that cannot be built has its `failure` set. new: not resumed."""
-    requested = {"good": (config.python_good, config.adopted), "bad": (config.python_bad, config.candidate)}
+    requested = {
+        "adopted": (config.python_adopted, config.adopted),
+        "candidate": (config.python_candidate, config.candidate),
+    }
     if config.anchor or config.python_anchor:
         requested["anchor"] = (config.python_anchor, config.anchor)
     requests = {
@@ -380,9 +387,9 @@ def _show(gate: GateFile, out: Path, again: bool) -> None:
     lines = [f"moved: {line}" for line in cut(gate.moved)]
     lines += [note] if (note := other_variant(gate)) else []
     lines += [f"acceptance: {line}" for line in gate.accepted]
-    adopted = gate.good.record.provenance if gate.good.record else {}
+    adopted = gate.adopted.record.provenance if gate.adopted.record else {}
     lines += [f"margin: {line}" for line in adopted.get("margins", ())]
-    parts = [f"{gate.decision.name}: {gate.bad.name} against {gate.good.name}, lane {gate.lane}"]
+    parts = [f"{gate.decision.name}: {gate.candidate.name} against {gate.adopted.name}, lane {gate.lane}"]
     parts += [
         f"{len(gate.findings)} finding{'s' * (len(gate.findings) != 1)}",
         f"{gate.wall_seconds / 60:.1f} min",
@@ -399,7 +406,10 @@ def other_variant(gate: GateFile) -> str:
 
     A label that names a commit (+git21fec65) is no variant.
     """
-    sides = [side.record.provenance.get("torch") if side.record else None for side in (gate.good, gate.bad)]
+    sides = [
+        side.record.provenance.get("torch") if side.record else None
+        for side in (gate.adopted, gate.candidate)
+    ]
     labels = [str(torch).partition("+")[2].partition(".")[0] for torch in sides if torch]
     if len(set(labels)) < 2 or not all(labels) or any(label.startswith("git") for label in labels):
         return ""

@@ -27,7 +27,9 @@ def anchor_gap(gate: Gate, root: Path, options: Sequence[str]) -> list[Finding]:
     if side and side.failure:
         head = one_line(side.failure)
         return [
-            Finding(Decision.UNKNOWN, "INFRA", "", head, good=(f"{side.name}: {head}",), repro=side.command)
+            Finding(
+                Decision.UNKNOWN, "INFRA", "", head, adopted=(f"{side.name}: {head}",), repro=side.command
+            )
         ]
     return _without_reading(gate, gate.drifted, root, options) if gate.drifted else []
 
@@ -43,25 +45,25 @@ def _without_reading(gate: Gate, sessions: Sessions, root: Path, options: Sequen
         if count == sessions.limit:
             continue
         if row in open_rows:
-            decision, label, side = Decision.ADOPT, NOT_RUN, "bad"
+            decision, label, side = Decision.ADOPT, NOT_RUN, "candidate"
             head = "no drift is measured: the budget is spent"
         else:
             decision, label, (side, why) = Decision.UNKNOWN, "INFRA", _why_lost(sessions, test)
-            head = f"{'anchor' if side == 'good' else 'candidate'}: {one_line(why)}"
+            head = f"{'anchor' if side == 'adopted' else 'candidate'}: {one_line(why)}"
         seen = (f"{row}: {count} of {sessions.limit} sessions with the anchor",)
-        python = Path(gate.sides["anchor" if side == "good" else "bad"].python)
+        python = Path(gate.sides["anchor" if side == "adopted" else "candidate"].python)
         repro = by_hand(python, root, investigate(gate.config.lane, test), options)
         found.append(Finding(decision, label, "", head, (row,), (), seen, repro))
     return found
 
 
 def _why_lost(sessions: Sessions, test: str) -> tuple[str, str]:
-    """Return the side, "good" or "bad", whose times of a test were lost, and why."""
+    """Return the side, "adopted" or "candidate", whose times of a test were lost, and why."""
     for side, faults in sessions.faults.items():
         if test in faults:
             return side, faults[test]
     side, _, why = sessions.lost.partition(": ")
-    return side or "good", why or "no process gave a time"
+    return side or "adopted", why or "no process gave a time"
 
 
 def tree_gap(gate: Gate, now: Binding | None) -> list[Finding]:

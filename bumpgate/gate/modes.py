@@ -126,14 +126,14 @@ def _at_most(count: int, total: int, share: float) -> float:
     return math.fsum(math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(count + 1))
 
 
-def p_lost(bad: int, good: int) -> float:
+def p_lost(candidate: int, adopted: int) -> float:
     """Return the exact one-sided p of "the candidate loses no more readings than the adopted build".
 
-    bad, good: numbers of lost readings, or of slow ones. If the claim holds, each of them is of either side with equal
-    chance (binomial test).
+    candidate, adopted: numbers of lost readings, or of slow ones. If the claim holds, each of them is of either side
+    with equal chance (binomial test).
     """
-    total = bad + good
-    return float(sum(math.comb(total, k) for k in range(bad, total + 1)) / 2**total)
+    total = candidate + adopted
+    return float(sum(math.comb(total, k) for k in range(candidate, total + 1)) / 2**total)
 
 
 def _signs(log_ratios: Sequence[float]) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.findings import Decision, Finding
-from bumpgate.core.gate_file import GATE_SCHEMA
+from bumpgate.core.gate_file import GATE_SCHEMA, with_current_names
 from bumpgate.core.rows import write_atomic
 from bumpgate.env.freeze import changes
 from bumpgate.gate.drift import Drift
@@ -48,8 +48,8 @@ class GateConfig:
     candidate: str = ""
     adopted: str = ""
     anchor: str = ""
-    python_good: str = ""
-    python_bad: str = ""
+    python_adopted: str = ""
+    python_candidate: str = ""
     python_anchor: str = ""
     sessions: int | None = None
     selection: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ class SideState:
 
 @dataclass
 class Gate:
-    """State of a gate. sides: good, bad, and anchor if one is paired. wall_seconds: over all resumes.
+    """State of a gate. sides: adopted, candidate, and anchor if one is paired. wall_seconds: over all resumes.
 
     paired: sessions of the candidate with the adopted build; None until the timed rows are known.
     drifted: the same with the anchor. drifts: of each row the first drift that is not accepted, else the last accepted
@@ -103,7 +103,9 @@ class Gate:
     wall_seconds: float = 0.0
     finished: bool = False
     decision: Decision = Decision.UNKNOWN
-    sides: dict[str, SideState] = field(default_factory=lambda: {"good": SideState(), "bad": SideState()})
+    sides: dict[str, SideState] = field(
+        default_factory=lambda: {"adopted": SideState(), "candidate": SideState()}
+    )
     paired: Sessions | None = None
     drifted: Sessions | None = None
     findings: tuple[Finding, ...] = ()
@@ -121,8 +123,8 @@ class Gate:
     @property
     def moved(self) -> list[str]:
         """Return one line per package whose version differs between the sides; empty if a side is unknown."""
-        good, bad = (self.sides[name].packages for name in ("good", "bad"))
-        return changes(good, bad) if good and bad else []
+        adopted, candidate = (self.sides[name].packages for name in ("adopted", "candidate"))
+        return changes(adopted, candidate) if adopted and candidate else []
 
     def write(self, out: Path) -> None:
         """Replace gate.json atomically."""
@@ -163,7 +165,7 @@ def read(out: Path, plan: SessionPlan) -> Gate | None:
     """
     path = out / NAME
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = with_current_names(json.loads(path.read_text(encoding="utf-8")))
         lists = {name: tuple(raw["config"].get(name, ())) for name in ("selection", "without")}
         config = GateConfig(**raw["config"] | lists)
         gate = Gate(config, raw["started"], raw["command"], raw["wall_seconds"], raw["finished"])

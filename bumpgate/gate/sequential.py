@@ -100,17 +100,21 @@ def log_ratio(order: str, readings: Sequence[float]) -> float:
     return math.fsum(signed) / order.count("B")
 
 
-def log_ratio_of_rounds(good: Sequence[float], bad: Sequence[float]) -> float:
-    """Return log(cost of bad / cost of good) of two processes that ran the same rounds at the same time.
+def log_ratio_of_rounds(adopted: Sequence[float], candidate: Sequence[float]) -> float:
+    """Return log(cost of candidate / cost of adopted) of two processes that ran the same rounds at the same time.
 
     Neighbouring rounds are averaged first: the sides swap cores after each round, so that a disturbance of one core
     cancels; then Hodges-Lehmann over the averages. Raises ValueError on costs that do not pair.
     """
-    if len(good) != len(bad) or not good or not all(0 < x < math.inf for x in (*good, *bad)):
+    if (
+        len(adopted) != len(candidate)
+        or not adopted
+        or not all(0 < x < math.inf for x in (*adopted, *candidate))
+    ):
         raise ValueError(
-            f"{len(good)} and {len(bad)} rounds do not pair, or a cost is not positive and finite"
+            f"{len(adopted)} and {len(candidate)} rounds do not pair, or a cost is not positive and finite"
         )
-    logs = [math.log(b / a) for a, b in zip(good, bad)]
+    logs = [math.log(b / a) for a, b in zip(adopted, candidate)]
     places = [(x + y) / 2 for x, y in zip(logs[::2], logs[1::2])]
     return estimate(places or logs)
 

@@ -11,7 +11,7 @@ from packaging.utils import canonicalize_name
 
 from bumpgate.process.tree_digest import Binding
 
-TITLES = {"good": "adopted", "bad": "candidate", "anchor": "anchor"}
+TITLES = {"adopted": "adopted", "candidate": "candidate", "anchor": "anchor"}
 # Rounds that a timed test keeps per process. Enough for a median: the remaining error is per-process bias.
 ROUNDS = 15
 # Variables that name the folder of a compile cache.

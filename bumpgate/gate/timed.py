@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from bumpgate.core.findings import NO_REGRESSION, TimedOutcome
+from bumpgate.core.gate_file import renamed_sides
 from bumpgate.core.rows import (
     COST_PER_ROUND,
     Judgement,
@@ -43,7 +44,7 @@ ALPHA_LOST = 0.004
 MAX_EMPTY_SESSIONS = 8
 # Verdicts of a record on a time that could be measured; the sessions override them.
 MEASURED = (Verdict.PASS, Verdict.WIN, Verdict.REGRESSION, Verdict.INCONCLUSIVE)
-SIDE = {"A": "good", "B": "bad"}
+SIDE = {"A": "adopted", "B": "candidate"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class TimedReading:
     rounds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
-# Measures the named tests once, in a new process of side "good" or "bad".
+# Measures the named tests once, in a new process of side "adopted" or "candidate".
 Process = Callable[[str, Sequence[str]], TimedReading]
 # Measures several such processes at the same time. A call: the number of its session among those that run at once, the
 # side, and the tests.
@@ -70,7 +71,7 @@ Processes = Callable[[Sequence[tuple[int, str, Sequence[str]]]], Sequence[TimedR
 Duet = Callable[[Sequence[str], bool], tuple[TimedReading, TimedReading]]
 
 
-def timed_rows(good: Record, bad: Record) -> dict[str, str]:
+def timed_rows(adopted: Record, candidate: Record) -> dict[str, str]:
     """Return row id -> node id of the rows to pair.
 
     These are the rows that both sides timed, and the times read once that look worse. A side whose test the machine
@@ -82,12 +83,12 @@ def timed_rows(good: Record, bad: Record) -> dict[str, str]:
     def measured(record: Record) -> dict[str, Judgement]:
         return {j.row.id: j for j in record.judgements if j.verdict in MEASURED}
 
-    good, bad = with_disturbed(good, bad), with_disturbed(bad, good)
-    read_before, read_after = measured(good), measured(bad)
+    adopted, candidate = with_disturbed(adopted, candidate), with_disturbed(candidate, adopted)
+    read_before, read_after = measured(adopted), measured(candidate)
     before, after = (
         {id: j.row for id, j in side.items() if timed(j.row)} for side in (read_before, read_after)
     )
-    spoiled_before, spoiled_after = spoiled(good), spoiled(bad)
+    spoiled_before, spoiled_after = spoiled(adopted), spoiled(candidate)
     by_both = (before.keys() | spoiled_before.keys()) & (after.keys() | spoiled_after.keys())
     again = {
         id: j.row for id, j in read_after.items() if id in read_before and looks_slower(read_before[id], j)
@@ -168,8 +169,8 @@ class Sessions:
     started: int = 0
     consecutive_empty: int = 0
     lost: str = ""
-    faults: dict[str, dict[str, str]] = field(default_factory=lambda: {"good": {}, "bad": {}})
-    failures: dict[str, int] = field(default_factory=lambda: {"good": 0, "bad": 0})
+    faults: dict[str, dict[str, str]] = field(default_factory=lambda: {"adopted": {}, "candidate": {}})
+    failures: dict[str, int] = field(default_factory=lambda: {"adopted": 0, "candidate": 0})
     cache_pairs: int = 1
     warm: bool = False
     caches: dict[str, list[int]] = field(default_factory=dict)
@@ -188,7 +189,9 @@ class Sessions:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], plan: SessionPlan | None) -> Sessions:
         """Create sessions from the output of to_json. Raises TypeError on other fields."""
-        return cls(plan=plan, **raw)
+        lost = {test: renamed_sides(sides) for test, sides in raw.get("lost_processes", {}).items()}
+        named = {name: renamed_sides(raw[name]) for name in ("faults", "failures") if name in raw}
+        return cls(plan=plan, **{**raw, **named, "lost_processes": lost})
 
     @property
     def cache(self) -> int:
@@ -260,14 +263,14 @@ class Sessions:
     def run_duet(self, duet: Duet, tests: Sequence[str] | None = None) -> None:
         """Run one session, both sides at once."""
         requested = self._rows_of(self.open_tests() if tests is None else tests)
-        good, bad = duet(self._tests_of(requested), alternate(self.started) == "BA")
-        rows = [row for row in requested if row in good.costs and row in bad.costs]
+        adopted, candidate = duet(self._tests_of(requested), alternate(self.started) == "BA")
+        rows = [row for row in requested if row in adopted.costs and row in candidate.costs]
         self._keep(
-            [("good", requested, good), ("bad", requested, bad)],
+            [("adopted", requested, adopted), ("candidate", requested, candidate)],
             {
-                row: log_ratio_of_rounds(good.rounds[row], bad.rounds[row])
-                if len(good.rounds.get(row, ())) == len(bad.rounds.get(row, ())) > 0
-                else log_ratio("AB", [good.costs[row], bad.costs[row]])
+                row: log_ratio_of_rounds(adopted.rounds[row], candidate.rounds[row])
+                if len(adopted.rounds.get(row, ())) == len(candidate.rounds.get(row, ())) > 0
+                else log_ratio("AB", [adopted.costs[row], candidate.costs[row]])
                 for row in rows
             },
         )
@@ -284,7 +287,7 @@ class Sessions:
         for side, requested, found in readings:
             self.lost = f"{side}: {found.lost}" if found.lost else self.lost
             for test in self._tests_of([row for row in requested if row not in found.costs]):
-                self.lost_processes.setdefault(test, {"good": 0, "bad": 0})[side] += 1
+                self.lost_processes.setdefault(test, {"adopted": 0, "candidate": 0})[side] += 1
             for test, why in found.faults.items():
                 self.faults[side].setdefault(test, why)
             self.failures[side] += bool(found.faults)
@@ -304,7 +307,7 @@ class Sessions:
     def unequal_losses(self) -> dict[str, float]:
         """Return node id -> adjusted p, for tests whose readings the candidate loses more often than the adopted."""
         adjusted = {
-            test: p_lost(lost["bad"], lost["good"]) * len(set(self.tests.values()))
+            test: p_lost(lost["candidate"], lost["adopted"]) * len(set(self.tests.values()))
             for test, lost in self.lost_processes.items()
         }
         return {test: p for test, p in adjusted.items() if p <= ALPHA_LOST}

@@ -25,18 +25,18 @@ def of_sessions(
     red = t.outcome in (TimedOutcome.SLOWER, TimedOutcome.SLOW_MODE)
     decision = Decision.HOLD if red else Decision.ADOPT if t.outcome in NO_REGRESSION else Decision.UNKNOWN
     if not t.sessions:  # all such rows have one cause: the budget, or only lost sessions
-        seen = (f"{row}: not measured",)
+        unread = (f"{row}: not measured",)
         head = "no paired session gave a time"
-        return [Finding(decision, t.outcome.value, "", head, (row,), (), seen, investigate(lane, test))]
+        return [Finding(decision, t.outcome.value, "", head, (row,), (), unread, investigate(lane, test))]
     low, high = (f"{100 * (x - 1):+.1f} %" if math.isfinite(x) else "?" for x in t.interval)
     change = f"{100 * (t.ratio - 1):+.1f} % in [{low}, {high}]"
-    good, first = (f"{value} in the run of the lane" if value else "" for value in read_once)
+    once, first = (f"{value} in the run of the lane" if value else "" for value in read_once)
     change = f"{change} after {t.sessions} sessions, adjusted p {t.p:.2g}"
-    bad = f"{row}: {first}; {change}" if first else f"{row}: {change}"
+    seen = f"{row}: {first}; {change}" if first else f"{row}: {change}"
     if any(t.slow):
-        bad += f"; slow processes: {t.slow[0]} of the candidate, {t.slow[1]} of the adopted build"
-    metric, adopted = row.rsplit("/", 1)[1], (f"{row}: {good or 1}",)
-    return [Finding(decision, t.outcome.value, metric, "", (row,), adopted, (bad,), investigate(lane, test))]
+        seen += f"; slow processes: {t.slow[0]} of the candidate, {t.slow[1]} of the adopted build"
+    metric, adopted = row.rsplit("/", 1)[1], (f"{row}: {once or 1}",)
+    return [Finding(decision, t.outcome.value, metric, "", (row,), adopted, (seen,), investigate(lane, test))]
 
 
 def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
@@ -44,14 +44,14 @@ def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
     found = []
     for test, p in sessions.unequal_losses().items():
         lost = sessions.lost_processes[test]
-        good, bad = (
+        adopted, candidate = (
             f"{lost[side]} timed processes without a reading in {sessions.started} sessions"
-            for side in ("good", "bad")
+            for side in ("adopted", "candidate")
         )
         rows = tuple(row for row, node in sessions.tests.items() if node == test)
         head = f"timed processes without a reading, more than the adopted build's (adjusted p {p:.2g})"
         repro = investigate(lane, test)
-        found.append(Finding(Decision.HOLD, "LOST", "", head, rows, (good,), (bad,), repro))
+        found.append(Finding(Decision.HOLD, "LOST", "", head, rows, (adopted,), (candidate,), repro))
     return found
 
 
@@ -68,7 +68,9 @@ def of_adopted_alone(lane: str, faults: Iterable[Problem]) -> list[Finding]:
 
 def of_drift(lane: str, row: str, c: Drift, test: str) -> Finding:
     """Return the finding on a row that became slower over weeks."""
-    good = f"{row}: 1 at its anchor, the build adopted a month before"
-    bad = f"{row}: {100 * (c.ratio - 1):+.1f} %, rising since {c.since}, called {c.called}"
+    adopted = f"{row}: 1 at its anchor, the build adopted a month before"
+    candidate = f"{row}: {100 * (c.ratio - 1):+.1f} %, rising since {c.since}, called {c.called}"
     metric = row.rsplit("/", 1)[1]
-    return Finding(Decision.HOLD, "CREEP", metric, "", (row,), (good,), (bad,), investigate(lane, test))
+    return Finding(
+        Decision.HOLD, "CREEP", metric, "", (row,), (adopted,), (candidate,), investigate(lane, test)
+    )

@@ -45,7 +45,7 @@ class TimedRuns:
         With several shares of the machine, each runs a part of the tests of one side. On a GPU, FILLS_AT_ONCE processes
         share it for each empty cache, since most of their time is compiling and nothing uses their times.
         """
-        tests, sides, specs = sessions.open_tests(), ("good", "bad"), self.runner.env_specs
+        tests, sides, specs = sessions.open_tests(), ("adopted", "candidate"), self.runner.env_specs
         tree, pairs = self.runner.gate.binding, range(sessions.cache_pairs if tests else 0)
         for at_once in [pairs] if self._on_cuda else [[pair] for pair in pairs]:
             empty = {name: [p for p in at_once if not specs[name].is_filled(p, tree)] for name in sides}
@@ -150,17 +150,17 @@ class TimedRuns:
             self._process(
                 name, tests, f"timed-{name}.json", sessions.cache, rounds, more=self._of_rows(sessions)
             )
-            for name in (other, "bad")
+            for name in (other, "candidate")
         ]
         runs = run_duet(calls, flip, TEST_SECONDS * len(tests))
-        good, bad = (reading(run, tests, sessions.tests) for run in runs)
-        return good, bad
+        adopted, candidate = (reading(run, tests, sessions.tests) for run in runs)
+        return adopted, candidate
 
     def _timed_processes(
         self, sessions: Sessions, other: str, processes: Sequence[tuple[int, str, Sequence[str]]]
     ) -> list[TimedReading]:
         own = self.runner.shares or (None,)
-        names = [side if side == "bad" else other for _, side, _ in processes]
+        names = [side if side == "candidate" else other for _, side, _ in processes]
         calls = [
             self._process(
                 name,

@@ -92,33 +92,33 @@ class GateVerdict:
 
 def judge_gate(
     lane: str,
-    good: Side,
-    bad: Side,
+    adopted: Side,
+    candidate: Side,
     timed: Mapping[str, Timed] | None = None,
     drifts: Mapping[str, Drift] | None = None,
 ) -> GateVerdict:
-    """Judge the candidate (`bad`) against the adopted environment (`good`).
+    """Judge the candidate (`candidate`) against the adopted environment (`adopted`).
 
     timed: row id -> result of the paired sessions, for every row selected for them. It replaces the records'
     comparison of that row with a stored time. drifts: row id -> the drift that `drift.find_drift` detected.
     Raises ValueError if a record is of another lane, which is the caller's mistake.
     """
-    for side in (good, bad):
+    for side in (adopted, candidate):
         found = side.record.provenance.get("lane") if side.record else lane
         if found != lane:
             raise ValueError(f"{side.name}: record of lane {found!r}, not {lane!r}")
     timed, drifts = timed or {}, drifts or {}
-    loose = [f for side in (good, bad) for f in _environment(lane, side, side is good)]
+    loose = [f for side in (adopted, candidate) for f in _environment(lane, side, side is adopted)]
     tests: dict[str, str] = {}
     read_once: dict[str, tuple[str, str]] = {}
-    if good.record and bad.record:
-        adopted = with_disturbed(good.record, bad.record)
-        candidate = with_disturbed(bad.record, good.record)
-        before, after = _by_id(adopted), _by_id(candidate)
+    if adopted.record and candidate.record:
+        before_record = with_disturbed(adopted.record, candidate.record)
+        after_record = with_disturbed(candidate.record, adopted.record)
+        before, after = _by_id(before_record), _by_id(after_record)
         tests = {row: j.row.test for row, j in (before | after).items()}
         read_once = {row: (_read_once(before.get(row)), _read_once(after.get(row))) for row in timed}
-        new = _new_rows(adopted, candidate)
-        spared = candidate.not_run | skipped_in_both(before, after)
+        new = _new_rows(before_record, after_record)
+        spared = after_record.not_run | skipped_in_both(before, after)
         loose += _not_run_findings(spared)
         loose += _new_tiers(lane, [after[row] for row in sorted(new)])
         for row in sorted(tests.keys() - new - spared.keys()):
@@ -131,8 +131,8 @@ def judge_gate(
             if _peer_faster(g, b, before, after):
                 loose += _finding(lane, g, b, (Decision.ADOPT, PEER))
                 continue
-            loose += _row(lane, g, b, whole=candidate.complete, paired=row in timed)
-        loose += _problems(lane, adopted, candidate)
+            loose += _row(lane, g, b, whole=after_record.complete, paired=row in timed)
+        loose += _problems(lane, before_record, after_record)
         if not (before or after.keys() - new or timed):
             head = "no row was selected"
             loose.append(Finding(Decision.UNKNOWN, "NOTHING", "", head, repro=f"pytest -m {lane}"))
@@ -147,17 +147,17 @@ def _by_id(record: Record) -> dict[str, Judgement]:
     return {j.row.id: j for j in record.judgements}
 
 
-def _new_rows(good: Record, bad: Record) -> set[str]:
+def _new_rows(adopted: Record, candidate: Record) -> set[str]:
     """Return the rows of tiers that the candidate alone has.
 
     They are of a tier that the adopted side did not collect, since it lacks the dependencies, or of kernels that its
     triton does not launch.
     """
-    if not good.complete:
+    if not adopted.complete:
         return set()
-    collected = {tier(j.row.test) for j in good.judgements} | {tier(p.test) for p in good.problems}
-    found = {j.row.id for j in bad.judgements if (t := tier(j.row.test)) and t not in collected}
-    return found | {j.row.id for j in bad.judgements if _is_code(j) and j.row.id in good.not_run}
+    collected = {tier(j.row.test) for j in adopted.judgements} | {tier(p.test) for p in adopted.problems}
+    found = {j.row.id for j in candidate.judgements if (t := tier(j.row.test)) and t not in collected}
+    return found | {j.row.id for j in candidate.judgements if _is_code(j) and j.row.id in adopted.not_run}
 
 
 def _new_tiers(lane: str, judgements: Iterable[Judgement]) -> list[Finding]:
@@ -207,8 +207,8 @@ def _environment(lane: str, side: Side, is_good: bool) -> list[Finding]:
 
     def finding(label: str, head: str, repro: str) -> Finding:
         seen = (f"{side.name}: {head}",)
-        good, bad = (seen, ()) if is_good else ((), seen)
-        return Finding(Decision.UNKNOWN, label, "", head, (), good, bad, repro)
+        adopted, candidate = (seen, ()) if is_good else ((), seen)
+        return Finding(Decision.UNKNOWN, label, "", head, (), adopted, candidate, repro)
 
     out = [
         finding("INSTRUMENT", f"instrument {name}: {one_line(reason)}", f"pytest -m {lane}")
@@ -221,17 +221,17 @@ def _environment(lane: str, side: Side, is_good: bool) -> list[Finding]:
     return out
 
 
-def _problems(lane: str, good: Record, bad: Record) -> list[Finding]:
+def _problems(lane: str, adopted: Record, candidate: Record) -> list[Finding]:
     """Compare failed tests whose rows do not show why, skips, and files that could not be collected.
 
     Only their subjects are compared: the messages of one failure may hold different times and addresses in each run.
     """
     out = []
-    for subject in dict.fromkeys(p.subject for p in (*bad.problems, *good.problems)):
-        before, after = ([p for p in r.problems if p.subject == subject] for r in (good, bad))
+    for subject in dict.fromkeys(p.subject for p in (*candidate.problems, *adopted.problems)):
+        before, after = ([p for p in r.problems if p.subject == subject] for r in (adopted, candidate))
         harmless = {ProblemKind.GAP, ProblemKind.INFRA}
         fault = not before and any(p.kind not in harmless for p in after)
-        decision = Decision.HOLD if fault and good.complete and bad.complete else Decision.UNKNOWN
+        decision = Decision.HOLD if fault and adopted.complete and candidate.complete else Decision.UNKNOWN
         first = (after or before)[0]
         shown = tuple(map(str, before)), tuple(map(str, after))
         tests = (first.test,) if first.test else ()
@@ -249,12 +249,14 @@ def _without_stored_times(j: Judgement | None) -> Judgement | None:
     return replace(j, verdict=Verdict.PASS, reason="judged by the paired sessions")
 
 
-def _code_of_both(good: Judgement | None, bad: Judgement | None) -> tuple[Judgement | None, Judgement | None]:
+def _code_of_both(
+    adopted: Judgement | None, candidate: Judgement | None
+) -> tuple[Judgement | None, Judgement | None]:
     """Drop a compiled-code row's verdicts against reviewed versions of triton: the two sides are compared instead."""
-    if good is None or bad is None or not (_is_code(good) and _is_code(bad)):
-        return good, bad
+    if adopted is None or candidate is None or not (_is_code(adopted) and _is_code(candidate)):
+        return adopted, candidate
     passes, reason = Verdict.PASS, "compared between the sides"
-    return replace(good, verdict=passes, reason=reason), replace(bad, verdict=passes, reason=reason)
+    return replace(adopted, verdict=passes, reason=reason), replace(candidate, verdict=passes, reason=reason)
 
 
 def _is_code(j: Judgement) -> bool:
@@ -263,31 +265,46 @@ def _is_code(j: Judgement) -> bool:
 
 
 def _row(
-    lane: str, good: Judgement | None, bad: Judgement | None, *, whole: bool, paired: bool
+    lane: str, adopted: Judgement | None, candidate: Judgement | None, *, whole: bool, paired: bool
 ) -> list[Finding]:
-    result = _compare(good, bad, whole, paired)
-    return _finding(lane, good, bad, result) if result else []
+    result = _compare(adopted, candidate, whole, paired)
+    return _finding(lane, adopted, candidate, result) if result else []
 
 
 def _finding(
-    lane: str, good: Judgement | None, bad: Judgement | None, result: tuple[Decision, str]
+    lane: str, adopted: Judgement | None, candidate: Judgement | None, result: tuple[Decision, str]
 ) -> list[Finding]:
-    shown = bad if bad and (bad.red or not (good and good.red)) else good
+    shown = candidate if candidate and (candidate.red or not (adopted and adopted.red)) else adopted
     if shown is None:
         return []
     decision, label = result
     product = label in BY_METRIC
     metric = shown.row.id.rsplit("/", 1)[1] if product else ""
-    twice = not (_absent(good) or _absent(bad))
-    if good and bad and label in (OTHER_WORK, OTHER_KIND):
-        differs = ", ".join(f"{name} {a!r} and {b!r}" for name, (a, b) in kinds(good.row, bad.row).items())
+    twice = not (_absent(adopted) or _absent(candidate))
+    if adopted and candidate and label in (OTHER_WORK, OTHER_KIND):
+        differs = ", ".join(
+            f"{name} {a!r} and {b!r}" for name, (a, b) in kinds(adopted.row, candidate.row).items()
+        )
         shown = replace(shown, reason=f"{shown.row.id}: {differs}")
-    head = _head(good, bad) if product else _reason(shown, "read once on each side" if twice else ONE_SIDE)
+    head = (
+        _head(adopted, candidate)
+        if product
+        else _reason(shown, "read once on each side" if twice else ONE_SIDE)
+    )
     repro = investigate(lane, shown.row.test)
     if decision is Decision.UNKNOWN:
         repro = shown.command or repro
     return [
-        Finding(decision, label, metric, head, (shown.row.id,), _shown(good, bad), _shown(bad, good), repro)
+        Finding(
+            decision,
+            label,
+            metric,
+            head,
+            (shown.row.id,),
+            _shown(adopted, candidate),
+            _shown(candidate, adopted),
+            repro,
+        )
     ]
 
 
@@ -298,76 +315,78 @@ def _reason(j: Judgement, otherwise: str) -> str:
 
 
 def _compare(
-    good: Judgement | None, bad: Judgement | None, whole: bool, paired: bool = False
+    adopted: Judgement | None, candidate: Judgement | None, whole: bool, paired: bool = False
 ) -> tuple[Decision, str] | None:
     """Return decision and label of one row of both records; None if there is nothing to show.
 
     whole: the candidate's run is complete. paired: the sessions compare its values.
     """
-    right = good is not None and not _absent(good) and not good.red
-    if bad is None or _absent(bad):
-        lost = bad is not None and bad.verdict is Verdict.MISSING and whole and right
-        label = bad.verdict.value if bad else Verdict.MISSING.value
+    right = adopted is not None and not _absent(adopted) and not adopted.red
+    if candidate is None or _absent(candidate):
+        lost = candidate is not None and candidate.verdict is Verdict.MISSING and whole and right
+        label = candidate.verdict.value if candidate else Verdict.MISSING.value
         return (Decision.HOLD if lost else Decision.UNKNOWN), label
-    if good is None and bad.verdict is Verdict.MISSING:
+    if adopted is None and candidate.verdict is Verdict.MISSING:
         return Decision.ADOPT, NEW  # no baseline has it and the adopted run never had it: nothing was lost
-    if good is None or _absent(good):
-        return Decision.UNKNOWN, good.verdict.value if good else Verdict.MISSING.value
-    if _is_defect(good) and _is_defect(bad):
-        return _compare_defect(good, bad)
-    if bad.row.work != good.row.work:
+    if adopted is None or _absent(adopted):
+        return Decision.UNKNOWN, adopted.verdict.value if adopted else Verdict.MISSING.value
+    if _is_defect(adopted) and _is_defect(candidate):
+        return _compare_defect(adopted, candidate)
+    if candidate.row.work != adopted.row.work:
         return Decision.UNKNOWN, OTHER_WORK
-    if not paired and looks_slower(good, bad):
+    if not paired and looks_slower(adopted, candidate):
         return Decision.UNKNOWN, Verdict.INCONCLUSIVE.value
-    if bad.red:
-        if right and bad.verdict in PRODUCT:
-            return Decision.HOLD, bad.verdict.value
-        if slow_in_both(good, bad, paired=paired):
+    if candidate.red:
+        if right and candidate.verdict in PRODUCT:
+            return Decision.HOLD, candidate.verdict.value
+        if slow_in_both(adopted, candidate, paired=paired):
             return Decision.ADOPT, SLOW_IN_BOTH
-        both = good.verdict in PRODUCT and bad.verdict in PRODUCT
-        return Decision.UNKNOWN, "RED IN BOTH" if both else bad.verdict.value
-    if good.red:
-        excused = bad.explains and not bad.accepted
-        if excused and not paired and change(good.row, bad.row) is ValueChange.WORSE:
+        both = adopted.verdict in PRODUCT and candidate.verdict in PRODUCT
+        return Decision.UNKNOWN, "RED IN BOTH" if both else candidate.verdict.value
+    if adopted.red:
+        excused = candidate.explains and not candidate.accepted
+        if excused and not paired and change(adopted.row, candidate.row) is ValueChange.WORSE:
             return Decision.HOLD, WORSE
         return (
-            (Decision.ADOPT, "FIXED") if good.verdict in PRODUCT else (Decision.UNKNOWN, good.verdict.value)
+            (Decision.ADOPT, "FIXED")
+            if adopted.verdict in PRODUCT
+            else (Decision.UNKNOWN, adopted.verdict.value)
         )
-    if kinds(good.row, bad.row):
+    if kinds(adopted.row, candidate.row):
         return Decision.UNKNOWN, OTHER_KIND
-    won = bad.verdict is Verdict.WIN and good.verdict is not Verdict.WIN
-    moved = None if paired else change(good.row, bad.row)
+    won = candidate.verdict is Verdict.WIN and adopted.verdict is not Verdict.WIN
+    moved = None if paired else change(adopted.row, candidate.row)
     if moved in (None, ValueChange.BETTER):
         return (Decision.ADOPT, Verdict.WIN.value) if moved or won else None
-    by_good = good.accepted and moved is not ValueChange.WORSE
-    reviewed = bad.accepted or by_good or (moved is ValueChange.OTHER and bad.row.per_build)
+    by_good = adopted.accepted and moved is not ValueChange.WORSE
+    reviewed = candidate.accepted or by_good or (moved is ValueChange.OTHER and candidate.row.per_build)
     label = WORSE if moved is ValueChange.WORSE else Verdict.CHANGED.value
     return (Decision.ADOPT if reviewed else Decision.HOLD), label
 
 
 def _peer_faster(
-    good: Judgement | None,
-    bad: Judgement | None,
+    adopted: Judgement | None,
+    candidate: Judgement | None,
     before: Mapping[str, Judgement],
     after: Mapping[str, Judgement],
 ) -> bool:
     """Return whether a ratio to another implementation is worse, and both sides have the own time that is judged."""
     if (
-        good is None
-        or bad is None
-        or not bad.row.own
-        or good.row.own != bad.row.own
-        or kinds(good.row, bad.row)
+        adopted is None
+        or candidate is None
+        or not candidate.row.own
+        or adopted.row.own != candidate.row.own
+        or kinds(adopted.row, candidate.row)
     ):
         return False
-    own = [side.get(bad.row.own) for side in (before, after)]
-    if any(j is None or _absent(j) or not is_finite(j.row.value) for j in (*own, good, bad)):
+    own = [side.get(candidate.row.own) for side in (before, after)]
+    if any(j is None or _absent(j) or not is_finite(j.row.value) for j in (*own, adopted, candidate)):
         return False
     if not all(j and is_time(j.row) and direction(j.row) for j in own):
         return False  # nothing judges it
-    if good.red or bad.verdict not in RATIO or violation(bad.row) is not None:
+    if adopted.red or candidate.verdict not in RATIO or violation(candidate.row) is not None:
         return False
-    return bad.verdict is Verdict.REGRESSION or change(good.row, bad.row) is ValueChange.AGAIN
+    return candidate.verdict is Verdict.REGRESSION or change(adopted.row, candidate.row) is ValueChange.AGAIN
 
 
 def _is_defect(j: Judgement) -> bool:
@@ -375,15 +394,15 @@ def _is_defect(j: Judgement) -> bool:
     return j.row.better == "defect" and j.row.value is not None and j.verdict is not Verdict.INSTRUMENT
 
 
-def _compare_defect(good: Judgement, bad: Judgement) -> tuple[Decision, str] | None:
+def _compare_defect(adopted: Judgement, candidate: Judgement) -> tuple[Decision, str] | None:
     """Compare a known upstream defect by its presence on each side.
 
     A defect on both sides is not a difference. It is still shown if the candidate is outside its version range:
     a lane run under the candidate is red until the range is widened.
     """
-    if good.row.value == bad.row.value:
-        return (Decision.ADOPT, "KNOWN DEFECT") if bad.red else None
-    return (Decision.HOLD, Verdict.REGRESSION.value) if bad.row.value else (Decision.ADOPT, "FIXED")
+    if adopted.row.value == candidate.row.value:
+        return (Decision.ADOPT, "KNOWN DEFECT") if candidate.red else None
+    return (Decision.HOLD, Verdict.REGRESSION.value) if candidate.row.value else (Decision.ADOPT, "FIXED")
 
 
 def _only(j: Judgement | None, other: Judgement | None) -> list[str]:
@@ -399,16 +418,16 @@ def _only(j: Judgement | None, other: Judgement | None) -> list[str]:
     return out
 
 
-def _head(good: Judgement | None, bad: Judgement | None) -> str:
+def _head(adopted: Judgement | None, candidate: Judgement | None) -> str:
     """Return the first new line of the candidate's evidence, else the first one that disappeared, else "".
 
     For compiled code, return the names of the worse counts, so that kernels with the same loss share one finding.
     """
-    if good and bad and _is_code(good) and _is_code(bad):
+    if adopted and candidate and _is_code(adopted) and _is_code(candidate):
         return ", ".join(
-            kernel_code.worse(kernel_code.parse(good.row.value), kernel_code.parse(bad.row.value))
+            kernel_code.worse(kernel_code.parse(adopted.row.value), kernel_code.parse(candidate.row.value))
         )
-    came, went = _only(bad, good), _only(good, bad)
+    came, went = _only(candidate, adopted), _only(adopted, candidate)
     return one_line(came[0]) if came else f"gone: {one_line(went[0])}" if went else ""
 
 

@@ -67,8 +67,8 @@ def cut(lines: Sequence[str]) -> list[str]:
 def _block(f: Finding) -> str:
     lines = [f"{f.decision.name:<8} {f.cause}"]
     lines += [f"{'':<8} row {row}" for row in cut(f.rows)]
-    lines += [f"{'':<8} adopted:   {line}" for line in cut(f.good)]
-    lines += [f"{'':<8} candidate: {line}" for line in cut(f.bad)]
+    lines += [f"{'':<8} adopted:   {line}" for line in cut(f.adopted)]
+    lines += [f"{'':<8} candidate: {line}" for line in cut(f.candidate)]
     return "\n".join([*lines, f"{'':<8} -> {f.repro}"] if f.repro else lines)
 
 
@@ -80,6 +80,6 @@ def _table(findings: Sequence[Finding]) -> Table:
         what = Text("\n".join([f.cause, *cut(f.rows)]))
         if f.repro:
             what.append(f"\n-> {f.repro}", style="dim")
-        sides = (Text("\n".join(cut(side))) for side in (f.good, f.bad))
+        sides = (Text("\n".join(cut(side))) for side in (f.adopted, f.candidate))
         table.add_row(Text(f.decision.name, style=STYLE[f.decision]), what, *sides)
     return table

@@ -184,7 +184,7 @@ class Archive:
             raise ArchiveError("gate.json: the gate was cut short: finish it with --resume")
         good, bad = (
             self._add_record(connection, side.record, "gate.json")[0] if side.record else None
-            for side in (gate.good, gate.bad)
+            for side in (gate.adopted, gate.candidate)
         )
         digest = _digest([gate.lane, gate.decision.name, gate.started, good, bad, sorted(gate.timed)])
         query = self.sql.select(gates)

@@ -94,16 +94,16 @@ def package_of(config: Mapping[str, Any]) -> str:
 
 def gate_fields(gate: GateFile) -> dict[str, Any]:
     """Return the columns of a gate that the memory needs."""
-    records = (gate.good.record, gate.bad.record)
+    records = (gate.adopted.record, gate.candidate.record)
     whole = not gate.config.get("selection") and all(r is not None and r.complete for r in records)
-    moved = changes(gate.good.packages, gate.bad.packages)
+    moved = changes(gate.adopted.packages, gate.candidate.packages)
     return {"package": package_of(gate.config), "whole": whole, "moved": json.dumps(list(moved))}
 
 
 def write(sql: Any, tables: Mapping[str, Any], connection: Any, made: int, gate: GateFile) -> None:
     """Store the sightings of a gate. made: its number."""
     found, sightings = tables["findings"], tables["sightings"]
-    records = (gate.good.record, gate.bad.record)
+    records = (gate.adopted.record, gate.candidate.record)
     tests = {j.row.id: j.row.test for r in records if r for j in r.judgements}
     package = package_of(gate.config)
     seen: dict[str, int] = {}
@@ -117,8 +117,8 @@ def write(sql: Any, tables: Mapping[str, Any], connection: Any, made: int, gate:
             connection.execute(sql.insert(found).values(**fields))
         detail = {
             "rows": f.rows,
-            "good": f.good[:EVIDENCE],
-            "bad": f.bad[:EVIDENCE],
+            "good": f.adopted[:EVIDENCE],
+            "bad": f.candidate[:EVIDENCE],
             "head": f.head,
             "repro": f.repro,
             "decision": f.decision.name,

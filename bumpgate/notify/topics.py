@@ -87,7 +87,9 @@ def answer(raw: Mapping[str, Any]) -> str:
 def answered(raw: Mapping[str, Any], known: Iterable[Known]) -> set[str]:
     """Return the open topics that share a row with what a bisect followed, or its test if it has no rows."""
     rows = {row for f in raw["findings"] for row in f["rows"]}
-    tests = " ".join(line for f in raw["findings"] for line in (f["repro"], *f["bad"]))
+    tests = " ".join(
+        line for f in raw["findings"] for line in (f["repro"], *f.get("candidate", f.get("bad", ())))
+    )
     return {
         one.topic
         for one in known

@@ -37,7 +37,7 @@ def xml(page: Page) -> str:
                     finding.head or finding.label,
                     kind,
                     finding.label,
-                    (*finding.good, *finding.bad),
+                    (*finding.adopted, *finding.candidate),
                 )
     else:
         for problem in page.problems:

@@ -72,7 +72,7 @@ def _finding(finding: Finding) -> str:
         f"\n<details{' open' * (tone == 'bad')}><summary>{SIGN[tone]} <b>{html.escape(title)}</b> ({rows})"
     ]
     lines += [f"{escape(finding.head)}</summary>", ""]
-    for name, evidence in (("adopted", finding.good), ("candidate", finding.bad)):
+    for name, evidence in (("adopted", finding.adopted), ("candidate", finding.candidate)):
         if evidence:
             lines += [f"**{name}**", "", *_fenced(evidence[:MAX_ROWS]), ""]
             if more := len(evidence[MAX_ROWS:]):

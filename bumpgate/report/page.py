@@ -154,14 +154,14 @@ def of_gate(gate: GateFile) -> Page:
     for finding in gate.findings:
         for row in finding.rows:
             worst.setdefault(row, finding)
-    before, after = (_by_id(side.record) for side in (gate.good, gate.bad))
+    before, after = (_by_id(side.record) for side in (gate.adopted, gate.candidate))
     ids = dict.fromkeys([*worst, *after, *before, *gate.timed])
-    written, gap = gate.bad.record or gate.good.record, _uncompared(gate)
+    written, gap = gate.candidate.record or gate.adopted.record, _uncompared(gate)
     rows = [
         _gate_row(id, before.get(id), after.get(id), gate.timed.get(id), worst.get(id), written, gap)
         for id in ids
     ]
-    sides = (gate.good, gate.bad)
+    sides = (gate.adopted, gate.candidate)
     return Page(
         kind="gate",
         word=gate.decision.name,
@@ -172,7 +172,7 @@ def of_gate(gate: GateFile) -> Page:
         started=gate.started,
         seconds=gate.wall_seconds,
         command=gate.command,
-        sides=(gate.good.name, gate.bad.name),
+        sides=(gate.adopted.name, gate.candidate.name),
         facts=tuple(_facts(*sides)),
         findings=gate.findings,
         rows=tuple(sorted(rows, key=lambda r: (r.order, r.id))),
@@ -184,9 +184,9 @@ def of_gate(gate: GateFile) -> Page:
                 for line in _broken(side)
             ),
         ),
-        notes=tuple(dict.fromkeys((*gate.accepted, *_lines(gate.bad.record, "acceptances")))),
-        not_run=_lines(gate.bad.record, "not_run"),
-        records=(gate.good.record, gate.bad.record),
+        notes=tuple(dict.fromkeys((*gate.accepted, *_lines(gate.candidate.record, "acceptances")))),
+        not_run=_lines(gate.candidate.record, "not_run"),
+        records=(gate.adopted.record, gate.candidate.record),
         timed=dict(gate.timed),
         compare=_compare_link(gate),
         moved=gate.moved,
@@ -199,7 +199,7 @@ def _uncompared(gate: GateFile) -> str:
         return ""
     if not gate.finished:
         return "the gate was cut short"
-    absent = [side.name for side in (gate.good, gate.bad) if side.record is None]
+    absent = [side.name for side in (gate.adopted, gate.candidate) if side.record is None]
     return f"{' and '.join(absent)} left no record" if absent else ""
 
 
@@ -313,7 +313,7 @@ def _tone(j: Judgement) -> str:
 
 def _headline(gate: GateFile) -> str:
     tally = Counter(f.decision for f in gate.findings)
-    parts = [f"{gate.good.name} \u2192 {gate.bad.name} on {gate.lane}"]
+    parts = [f"{gate.adopted.name} \u2192 {gate.candidate.name} on {gate.lane}"]
     for decision, one, many in (
         (Decision.HOLD, "cause holds it", "causes hold it"),
         (Decision.UNKNOWN, "gap in the evidence", "gaps in the evidence"),
@@ -353,7 +353,7 @@ def _compare_link(gate: GateFile) -> str:
     """Return GitHub's compare page of the two builds of torch, if both state their commits."""
     commits = [
         side.git_version.get("torch") or str(side.record.provenance.get("torch_git") if side.record else "")
-        for side in (gate.good, gate.bad)
+        for side in (gate.adopted, gate.candidate)
     ]
     if not all(COMMIT.fullmatch(c) for c in commits) or commits[0] == commits[1]:
         return ""

@@ -156,7 +156,11 @@ def _measured(
     """Return the record to accept from (the candidate's, for a gate), the gate's timed rows, and its drifts' ratios."""
     if not isinstance(found, GateFile):
         return found, {}, {}
-    return found.bad.record, found.timed, {row: drift.get("ratio") for row, drift in found.drifts.items()}
+    return (
+        found.candidate.record,
+        found.timed,
+        {row: drift.get("ratio") for row, drift in found.drifts.items()},
+    )
 
 
 def _timed_entry(made: Acceptance, timed: Paired, drift: float | None) -> Acceptance:

@@ -118,7 +118,7 @@ def command(
         found, binding = _gate(gate, root, named)
         findings = review_of(found, reviewed or [], reason or [], review)
         given_up = tuple(sorted({str(canonicalize_name(name)) for name in without or ()}))
-        check_without(root, found.lane, canonical(found.bad.packages), given_up)
+        check_without(root, found.lane, canonical(found.candidate.packages), given_up)
         measured = measured_set(root, gate, found, named)
         made = _adopting(root, gate, found, binding, findings, measured, given_up)
         if dry_run:
@@ -136,7 +136,7 @@ def command(
             raise typer.Exit(Decision.UNKNOWN.value) from None
     typer.echo(made.summary, nl=False)
     typer.echo(f"wrote {', '.join(edit.path for edit in made.edits)}; review: git diff")
-    typer.echo(f"check: {found.bad.python} -m pytest -m {found.lane} --gate")
+    typer.echo(f"check: {found.candidate.python} -m pytest -m {found.lane} --gate")
     typer.echo(f"undo: bumpgate rollback {found.lane} --adoption")
 
 
@@ -178,7 +178,7 @@ def _gate(path: Path, root: Path, named: Named) -> tuple[GateFile, Binding]:
         )
     if found.lane not in (known := lanes.load(root)):
         raise AdoptionError(f"{path}: unknown lane {found.lane!r}; lanes: {', '.join(known)}")
-    record = found.bad.record
+    record = found.candidate.record
     selection = found.config.get("selection")
     if selection or record is None or not record.complete or not record.provenance.get("full_run"):
         part = " ".join(selection) if selection else "it left no complete record"
@@ -200,12 +200,12 @@ def _gate(path: Path, root: Path, named: Named) -> tuple[GateFile, Binding]:
 def _check_adopted(root: Path, path: Path, gate: GateFile) -> None:
     """Raise AdoptionError if the adopted side of the gate was not the lane's adopted set."""
     lock = lane_lock(root, gate.lane)
-    if not (gate.config.get("python_good") and lock.exists()):
+    if not (gate.config.get("python_adopted") and lock.exists()):
         return
     reviewed = load(root / f"baselines/{gate.lane}.json", gate.lane, missing_ok=True)
-    if moved := adopted_differences(read_lock(lock), gate.good, reviewed):
+    if moved := adopted_differences(read_lock(lock), gate.adopted, reviewed):
         raise AdoptionError(
-            f"{path} does not compare with the adopted set ({some(moved)}): gate without --python-good, or with the"
+            f"{path} does not compare with the adopted set ({some(moved)}): gate without --python-adopted, or with the"
             f" interpreter that this builds: bumpgate rollback {gate.lane} --no-smoke"
         )
 
@@ -220,7 +220,7 @@ def _adopting(
     without: tuple[str, ...],
 ) -> Adopting:
     """Return all new files. Raises AdoptionError if a file cannot be changed."""
-    record = gate.bad.record
+    record = gate.candidate.record
     assert record is not None
     lock = measured.lock
     lane, locked = gate.lane, lane_lock(root, gate.lane)
@@ -248,8 +248,8 @@ def _adopting(
         lane=lane,
         day=accepted.today(),
         candidate=measured.candidate,
-        old=str(gate.good.packages.get("torch") or versions.get("torch", "")),
-        new=str(gate.bad.packages.get("torch") or lock.versions.get("torch", "")),
+        old=str(gate.adopted.packages.get("torch") or versions.get("torch", "")),
+        new=str(gate.candidate.packages.get("torch") or lock.versions.get("torch", "")),
         decision=gate.decision.name,
         gate=hashlib.sha256(path.read_bytes()).hexdigest(),
         commit=binding.commit,

@@ -28,7 +28,7 @@ def moved_baseline(
     host. Tolerances and notes are kept. The rows of `given_up` are dropped. Raises AdoptionError on a reviewed row that
     no baseline can excuse.
     """
-    record = gate.bad.record
+    record = gate.candidate.record
     assert record is not None
     changes = [BaselineChange(id, old.rows[id], None, "its wheel was given up") for id in sorted(given_up)]
     rows = {id: r for id, r in old.rows.items() if id not in given_up}
@@ -111,7 +111,7 @@ def _settled(gate: GateFile, j: Judgement) -> bool:
 
 def _better_in_both(gate: GateFile, j: Judgement) -> bool:
     """Return whether the adopted side's reading is better than the reviewed value by more than its tolerance, too."""
-    before = gate.good.record.judgements if gate.good.record else ()
+    before = gate.adopted.record.judgements if gate.adopted.record else ()
     return any(b.row.id == j.row.id and b.verdict is Verdict.WIN for b in before)
 
 

@@ -122,8 +122,8 @@ def lost_rows(gate: GateFile, old: Baseline) -> dict[str, str]:
 
     A row that the machine cannot show is NOT RUN on both sides, and not included.
     """
-    good, bad = (_measured(side.record) for side in (gate.good, gate.bad))
-    absent = gate.bad.record.not_run if gate.bad.record else {}
+    good, bad = (_measured(side.record) for side in (gate.adopted, gate.candidate))
+    absent = gate.candidate.record.not_run if gate.candidate.record else {}
     return {row: absent[row] for row in sorted((good - bad) & absent.keys() & old.rows.keys())}
 
 

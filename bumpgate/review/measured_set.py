@@ -63,11 +63,11 @@ class MeasuredSet:
 
 def check_named(path: Path, gate: GateFile, named: Named) -> None:
     """Raise AdoptionError (one line) if the gate and the options both name the candidate's set, or neither does."""
-    if gate.config.get("python_bad"):
+    if gate.config.get("python_candidate"):
         if not named.candidate:
-            torch = gate.bad.packages.get("torch", "X")
+            torch = gate.candidate.packages.get("torch", "X")
             raise AdoptionError(
-                f"{path}: the candidate was an interpreter (--python-bad): name the requirement whose set it is:"
+                f"{path}: the candidate was an interpreter (--python-candidate): name the requirement whose set it is:"
                 f" bumpgate adopt {shlex.quote(str(path))} --candidate 'torch=={torch}'"
             )
         return
@@ -90,17 +90,17 @@ def measured_set(root: Path, path: Path, gate: GateFile, named: Named) -> Measur
     Raises AdoptionError (one line) if it cannot be known, or the set of the named requirement is another one;
     NotInstallable or BuildError if that cannot be resolved.
     """
-    record = gate.bad.record
+    record = gate.candidate.record
     assert record is not None
     python = ".".join(str(record.provenance.get("python")).split(".")[:2])
-    if gate.config.get("python_bad"):
+    if gate.config.get("python_candidate"):
         return _of_interpreter(root, path, gate, named, python)
-    resolution = path.parent / "bad.pylock.toml"
+    resolution = path.parent / "candidate.pylock.toml"
     resolved = read(resolution)
     if resolved is None:
         raise AdoptionError(f"{resolution} does not exist, so the candidate's wheels are unknown: gate again")
     lock, sources = lock_of(resolution.name, resolved, python)
-    have = canonical(gate.bad.packages)
+    have = canonical(gate.candidate.packages)
     if moved := changes(lock.versions, {name: have.get(name, "(absent)") for name in lock.versions}):
         raise AdoptionError(f"{resolution} is not the set that was measured ({moved[0]}): gate again")
     return MeasuredSet(str(gate.config.get("candidate")), lock, sources)
@@ -193,10 +193,10 @@ def _of_interpreter(root: Path, path: Path, gate: GateFile, named: Named, python
     again = f"and gate again, or gate the set itself: bumpgate gate --lane {gate.lane} --candidate"
     again += f" {shlex.quote(named.candidate)}"
     known = {*files, *_known_torch(path, gate, lock, sources)}
-    if moved := differences(lock, gate.bad.packages, known):
+    if moved := differences(lock, gate.candidate.packages, known):
         raise AdoptionError(
             f"{path}: the interpreter did not have the set of {named.candidate} (set -> interpreter: {some(moved)}):"
-            f" install these versions in {gate.bad.python} {again}"
+            f" install these versions in {gate.candidate.python} {again}"
         )
     return MeasuredSet(named.candidate, lock, sources, _unlocked(path, gate, lock, again))
 
@@ -207,7 +207,7 @@ def _known_torch(path: Path, gate: GateFile, lock: Lock, sources: Mapping[Wheel,
     Raises AdoptionError if it is another one. The wheel is fetched into the wheel store.
     """
     locked = next((p for p in lock.packages if p.name == "torch"), None)
-    version = canonical(gate.bad.packages).get("torch", "")
+    version = canonical(gate.candidate.packages).get("torch", "")
     if (
         locked is None
         or _same(locked.version, version, labelled=False)
@@ -216,7 +216,10 @@ def _known_torch(path: Path, gate: GateFile, lock: Lock, sources: Mapping[Wheel,
         return ()
     wheel = locked.wheels[0]
     stated = version_of(fetch(wheel, sources[wheel]))
-    found, measured = TorchBuild.of(stated, "__version__", "git_version"), measured_torch(gate.bad.record)
+    found, measured = (
+        TorchBuild.of(stated, "__version__", "git_version"),
+        measured_torch(gate.candidate.record),
+    )
     if not found.shown_same(measured):
         raise AdoptionError(
             f"{path}: the interpreter had torch {version}, which is {measured}, and {wheel.file} of the set is {found}:"
@@ -230,11 +233,11 @@ def _unlocked(path: Path, gate: GateFile, lock: Lock, again: str) -> dict[str, s
 
     Such a package may have changed a row, and the adopted set will not have it. One that both sides had cannot have.
     """
-    have, adopted = canonical(gate.bad.packages), canonical(gate.good.packages)
+    have, adopted = canonical(gate.candidate.packages), canonical(gate.adopted.packages)
     found = {n: v for n, v in sorted(have.items()) if n not in lock.versions and n not in OF_IMAGE}
     if own := [f"{name} {version}" for name, version in found.items() if adopted.get(name) != version]:
         raise AdoptionError(
-            f"{path}: {gate.bad.python} has packages that neither the set nor the adopted side has: {some(own)}:"
+            f"{path}: {gate.candidate.python} has packages that neither the set nor the adopted side has: {some(own)}:"
             f" uninstall them {again}"
         )
     return found
@@ -242,7 +245,7 @@ def _unlocked(path: Path, gate: GateFile, lock: Lock, again: str) -> dict[str, s
 
 def _kernel_files(root: Path, gate: GateFile, find_links: Sequence[str]) -> dict[str, Path]:
     """Return the file of each kernel wheel of the lane that the interpreter had."""
-    have = canonical(gate.bad.packages)
+    have = canonical(gate.candidate.packages)
     names = [name for name in known_kernel_wheels(root, gate.lane) if name in have]
     offered = offers(find_links) if names else []
     return {name: _measured_file(gate, name, have[name], offered) for name in names}
@@ -262,10 +265,10 @@ def _name(requirement: str) -> str:
 
 def _measured_file(gate: GateFile, name: str, version: str, offered: Sequence[Offer]) -> Path:
     """Return the wheel file whose content the interpreter had. Raises AdoptionError if none is found."""
-    content = gate.bad.wheels.get(name)
+    content = gate.candidate.wheels.get(name)
     if not content:
         raise AdoptionError(
-            f"the gate does not record the files of {name} {version} in {gate.bad.python}: install it from its"
+            f"the gate does not record the files of {name} {version} in {gate.candidate.python}: install it from its"
             " wheel and gate again"
         )
     for path in _wheel_files(name, version, offered):
@@ -273,7 +276,7 @@ def _measured_file(gate: GateFile, name: str, version: str, offered: Sequence[Of
             return path.absolute()
     raise AdoptionError(
         f"no wheel file has the content of the {name} {version} that was measured: name the folder or page of the"
-        f" one that {gate.bad.python} was prepared from, with --find-links PLACE"
+        f" one that {gate.candidate.python} was prepared from, with --find-links PLACE"
     )
 
 

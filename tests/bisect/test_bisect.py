@@ -200,8 +200,8 @@ def test_lane_bisect_decides_by_rows_differing_between_ends(
     assert (ran.code, answer["suspects"], answer["last"]) == (0, ["2.3.0"], "2.2.0")
     assert answer["deciding"] == ["compile/model/graph_breaks"]
     assert [change["name"] for change in answer["at_fault"]] == ["torch"]
-    assert answer["findings"][0]["good"] == ["compile/model/graph_breaks: 13 breaks"]
-    assert answer["findings"][0]["bad"] == ["compile/model/graph_breaks: 14 breaks (C6, limit = 13)"]
+    assert answer["findings"][0]["adopted"] == ["compile/model/graph_breaks: 13 breaks"]
+    assert answer["findings"][0]["candidate"] == ["compile/model/graph_breaks: 14 breaks (C6, limit = 13)"]
 
 
 def test_bisect_overhead_is_at_most_five_percent(

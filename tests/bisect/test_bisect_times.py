@@ -277,7 +277,7 @@ def test_killed_probe_continues_with_its_sessions(root: Path) -> None:
         ("math.sqrt(ratio) - 1", "ratio - 1"),
         ("if slower := by_outcome[Timed.SLOWER]:", "if slower := by_outcome[Timed.FASTER]:"),
         ("if environment.key == good.key:", "if False:"),
-        ('{"good": good, "bad": environment}', '{"good": good, "bad": good}'),
+        ('{"adopted": good, "candidate": environment}', '{"adopted": good, "candidate": good}'),
     ],
     ids=["whole slowdown as margin", "faster is bad", "good end is measured", "good end against itself"],
 )
@@ -296,8 +296,8 @@ def test_mutant_of_the_timed_probe_is_caught(old: str, new: str, root: Path) -> 
 
 def finding(label: str, *rows: str, decision: str = "HOLD", tests: Sequence[str] = ()) -> dict[str, Any]:
     return {
-        "decision": decision, "label": label, "metric": "seconds", "head": "", "rows": list(rows), "good": [],
-        "bad": [], "repro": "", "tests": list(tests),
+        "decision": decision, "label": label, "metric": "seconds", "head": "", "rows": list(rows), "adopted": [],
+        "candidate": [], "repro": "", "tests": list(tests),
     }  # fmt: skip
 
 
@@ -307,7 +307,7 @@ def gate_file(
     """Write a gate.json with the records of both sides. ratios: row id -> ratio in the paired sessions."""
     folder.mkdir(exist_ok=True)
     sides = {}
-    for name, version in (("good", "2.0.0"), ("bad", "2.1.0")):
+    for name, version in (("adopted", "2.0.0"), ("candidate", "2.1.0")):
         rows = [judged(2.0, row) for row in ratios]
         write_record(folder / f"{name}.json", {"lane": "cpu"}, rows, complete=True, problems=())
         packages = {"torch": version, "triton": f"3.{version[2]}.0", "numpy": "2.0"}
@@ -377,7 +377,7 @@ def test_package_that_did_not_move_is_refused(tmp_path: Path) -> None:
 def test_record_is_not_a_gate(tmp_path: Path) -> None:
     gate_file(tmp_path, ratios={ROW: 1.0})
     with pytest.raises(GateFindingError, match=r"is a record: --from-gate needs the gate\.json"):
-        load(tmp_path / "good.json")
+        load(tmp_path / "adopted.json")
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ SLOW = "throughput/slow/ratio"
 
 def bisect_tree(tree: Tree, *arguments: str) -> Ran:
     """Run the command in a tree whose interpreters represent two versions of torch."""
-    pythons = {"2.0.0": tree.good, "2.1.0": tree.bad}
+    pythons = {"2.0.0": tree.adopted, "2.1.0": tree.candidate}
 
     def prepared(request: Request) -> Environment:
         version = next(r for r in request.requirements if r.startswith("torch===")).rpartition("=")[2]
@@ -423,9 +423,9 @@ def bisect_tree(tree: Tree, *arguments: str) -> Ran:
 def test_slower_finding_of_a_gate_is_bisected_end_to_end(tmp_path: Path) -> None:
     """Two real interpreters, of which the second does four times the work; 7 sessions are the fewest for SLOWER."""
     tree = Tree(tmp_path)
-    tree.bad = tree.interpreter("bad", SLOWER="4")
+    tree.candidate = tree.interpreter("candidate", SLOWER="4")
     path = gate_file(tmp_path / "g", finding("SLOWER", SLOW), ratios={SLOW: 4.0}, config={"sessions": 7})
-    for side in ("good", "bad"):
+    for side in ("adopted", "candidate"):
         row = Row(SLOW, 1.0, "ratio", 1, "C37", better="lower", test=TIMES_TEST)
         write_record(
             path.parent / f"{side}.json", {"lane": "cpu"}, [Judgement(row, Verdict.PASS, "")], complete=True
@@ -438,7 +438,7 @@ def test_slower_finding_of_a_gate_is_bisected_end_to_end(tmp_path: Path) -> None
     assert answer["findings"][0]["label"] == "SLOWER"
     assert "BAD     torch 2.1.0 in " in ran.out
     assert f"slower: {SLOW} +" in ran.out
-    assert "--python-bad" in answer["repro"]
+    assert "--python-candidate" in answer["repro"]
     sessions = json.loads((tmp_path / "out/probes/2.1.0.0/sessions.json").read_text())
     assert len(sessions["log_ratios"][SLOW]) == 7
     assert min(sessions["log_ratios"][SLOW]) > math.log(2), sessions

@@ -155,7 +155,7 @@ def test_gate_holds_for_an_outcome_of_one_side(
     assert verdict.decision is Decision.HOLD
     (finding,) = [f for f in verdict.findings if f.decision is not Decision.ADOPT]
     assert (finding.label, len(finding.rows)) == (label, 1)
-    assert words in " ".join((finding.head, *finding.bad))
+    assert words in " ".join((finding.head, *finding.candidate))
 
 
 SUBTESTS = """
@@ -175,7 +175,7 @@ def test_other(): pass
 def test_skipped_subtest_is_not_the_outcome_of_its_test(foreign: Foreign) -> None:
     verdict = gated(foreign, SUBTESTS.format(whole=""), SUBTESTS.format(whole="pytest.skip('no parts')"))
     assert verdict.decision is Decision.HOLD
-    (row,) = [j.row for j in read_record(foreign.root / "good.json").judgements if "parts" in j.row.test]
+    (row,) = [j.row for j in read_record(foreign.root / "adopted.json").judgements if "parts" in j.row.test]
     assert row.value == "passed, 1 subtest skipped, 1 subtest xfailed"
     assert "no part a" in row.evidence[0]
 

@@ -290,7 +290,14 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Foreign:
     return made
 
 
-PYTHONS = ("--python-good", ".good/python", "--python-bad", ".bad/python", "--command", "python bench.py")
+PYTHONS = (
+    "--python-adopted",
+    ".good/python",
+    "--python-candidate",
+    ".bad/python",
+    "--command",
+    "python bench.py",
+)
 
 
 def test_gate_of_each_lane_comes_back_with_its_files(foreign: Foreign) -> None:
@@ -301,7 +308,7 @@ def test_gate_of_each_lane_comes_back_with_its_files(foreign: Foreign) -> None:
     assert done.gate is not None, (out / "mine/fleet.log").read_text()
     assert (done.lane, done.gate.lane, done.gate.decision.name) == ("mine", "mine", "ADOPT")
     assert [task.needs for task in fake.tasks] == [("lane_mine",), ("lane_other",)]
-    assert {"gate.json", gates.LOG, "good.json"} <= {path.name for path in (out / "mine").iterdir()}
+    assert {"gate.json", gates.LOG, "adopted.json"} <= {path.name for path in (out / "mine").iterdir()}
     assert gates.read(out / "other") is None
     assert gates.differences(done.gate, "mine", PYTHONS, out) == ""
     for lane, arguments in (("other", PYTHONS), ("mine", PYTHONS[2:]), ("mine", (*PYTHONS, "--", "-q"))):
@@ -324,7 +331,9 @@ def test_gate_that_ends_with_another_code_has_no_verdict(
 
 
 def test_gate_with_bad_input_is_refused_on_every_host(foreign: Foreign) -> None:
-    (result,) = gates.run(FakeEngine(), ["mine"], "", ("--python-bad", sys.executable), foreign.root / "out")
+    (result,) = gates.run(
+        FakeEngine(), ["mine"], "", ("--python-candidate", sys.executable), foreign.root / "out"
+    )
     assert (result.gate, result.bad_input) == (None, True)
     assert "pyproject.toml has no extra 'mine'" in result.why
 

@@ -109,7 +109,7 @@ def answer(out: Path) -> dict[str, Any]:
     """What an answer consists of, without times, places and the number of probes."""
     raw = json.loads((out / "bisect.json").read_text())
     kept = ("suspects", "last", "first", "sure", "confirmed", "at_fault", "changed", "compare", "deciding")
-    return {name: raw[name] for name in kept} | {"findings": [f["bad"] for f in raw["findings"]]}
+    return {name: raw[name] for name in kept} | {"findings": [f["candidate"] for f in raw["findings"]]}
 
 
 def probed(folder: Path) -> Counter[str]:
@@ -204,7 +204,14 @@ def test_lanes_are_gated_on_their_hosts(hosts: RayCluster, tmp_path: Path) -> No
     notes = "open('ran', 'a').write(os.environ['NODE'] + os.environ['SIDE'] + ' ')"
     foreign.write("bench.py", f"import os\nprint('{row}')\n{notes}")
     gates = ("gate", "--lane", "mine", "--lane", "other", "--out", "night")
-    pythons = ("--python-good", ".good/python", "--python-bad", ".bad/python", "--command", "python bench.py")
+    pythons = (
+        "--python-adopted",
+        ".good/python",
+        "--python-candidate",
+        ".bad/python",
+        "--command",
+        "python bench.py",
+    )
     url = f"sqlite:///{tmp_path}/h.sqlite"
     ran = run(tmp_path, hosts, *gates, "--history", url, "--", *pythons)
     assert ran.code == 0, ran

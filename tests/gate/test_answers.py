@@ -18,7 +18,7 @@ from tests.support.gating import Machine, count, labels, seconds
 
 @pytest.fixture
 def interim(tmp_path: Path) -> Interim:
-    sides = {name: Side(name, None) for name in ("good", "bad")}
+    sides = {name: Side(name, None) for name in ("adopted", "candidate")}
     records = {name: tmp_path / f"{name}.json" for name in sides}
     return Interim("cpu", sides, records, time.monotonic() - 90, print)
 
@@ -29,15 +29,15 @@ def save(interim: Interim, name: str, *judgements: Judgement) -> None:
 
 def test_no_answer_before_both_sides_have_rows(interim: Interim) -> None:
     assert interim.look(progress=True) == []
-    save(interim, "good", count())
+    save(interim, "adopted", count())
     assert interim.look(progress=True) == []
-    save(interim, "bad")
+    save(interim, "candidate")
     assert interim.look(progress=True) == []
 
 
 def test_each_cause_is_shown_once_while_the_sides_run(interim: Interim) -> None:
-    save(interim, "good", count(), count(id="compile/b/graph_breaks"))
-    save(interim, "bad", count(14, Verdict.CHANGED))
+    save(interim, "adopted", count(), count(id="compile/b/graph_breaks"))
+    save(interim, "candidate", count(14, Verdict.CHANGED))
     expected = ["1.5 min: HOLD so far: CHANGED graph_breaks; compile/a/graph_breaks"]
     assert interim.look(progress=False) == expected
     assert interim.look(progress=False) == []
@@ -45,8 +45,8 @@ def test_each_cause_is_shown_once_while_the_sides_run(interim: Interim) -> None:
 
 
 def test_rows_of_one_side_and_times_do_not_hold_yet(interim: Interim) -> None:
-    save(interim, "good", count(), seconds(1.0), count(id="compile/b/graph_breaks"))
-    save(interim, "bad", count(), seconds(9.0))
+    save(interim, "adopted", count(), seconds(1.0), count(id="compile/b/graph_breaks"))
+    save(interim, "candidate", count(), seconds(9.0))
     assert interim.look(progress=True) == ["1.5 min: 2 rows compared: none holds so far"]
 
 
@@ -54,9 +54,9 @@ def test_watching_thread_says_and_ends(interim: Interim, monkeypatch: pytest.Mon
     said: list[str] = []
     interim.say = said.append
     monkeypatch.setattr(answers, "LOOK", 0.01)
-    save(interim, "good", count())
+    save(interim, "adopted", count())
     with interim.watching():
-        save(interim, "bad", count(14, Verdict.CHANGED))
+        save(interim, "candidate", count(14, Verdict.CHANGED))
         until = time.monotonic() + 20
         while not said and time.monotonic() < until:
             time.sleep(0.01)
@@ -72,7 +72,7 @@ def test_fast_gate_runs_no_session_and_cannot_adopt(machine: Machine, tmp_path: 
 
 
 def test_fast_gate_holds_a_changed_count(machine: Machine, tmp_path: Path) -> None:
-    machine.sides["bad"].counts = [count(14, Verdict.CHANGED)]
+    machine.sides["candidate"].counts = [count(14, Verdict.CHANGED)]
     gate = machine.gate(tmp_path / "g", GateConfig("cpu", candidate="torch==2.14.0", selection=("--fast",)))
     assert labels(gate) == [("HOLD", "CHANGED"), ("UNKNOWN", "PART")]
 
@@ -85,6 +85,6 @@ def test_fast_option_reports_what_it_left_out(tmp_path: Path) -> None:
     found = tree.gate("--fast")
     assert found.code == 125, found.out + found.err
     assert "UNKNOWN  PART --fast measures no time; part of the lane: 2 of 4 rows" in found.out
-    assert "-> bumpgate gate --lane cpu --python-good" in found.out
+    assert "-> bumpgate gate --lane cpu --python-adopted" in found.out
     assert "--fast" not in found.out.split("-> ")[1].splitlines()[0]
     assert tree.raw()["sessions"] is None

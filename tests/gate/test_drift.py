@@ -113,10 +113,10 @@ def test_mutant_that_reads_weekly_steps_fails_at_any_limit(monkeypatch: pytest.M
 
 
 def test_mutant_without_cap_reports_one_bad_week(monkeypatch: pytest.MonkeyPatch) -> None:
-    bad = readings([0.0, 0.0, 0.2, 0.0, 0.0])
-    assert find_drift(bad) is None
+    candidate = readings([0.0, 0.0, 0.2, 0.0, 0.0])
+    assert find_drift(candidate) is None
     monkeypatch.setattr(drift, "CAP", math.inf)
-    assert find_drift(bad) is not None
+    assert find_drift(candidate) is not None
 
 
 def test_anchor_is_a_month_old() -> None:
@@ -147,10 +147,10 @@ def test_reported_drift_stays_reported(log_ratios: list[float], later: list[floa
         assert find_drift(readings(log_ratios + later)) == found
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_non_finite_reading_is_refused(bad: float) -> None:
+@pytest.mark.parametrize("candidate", [math.nan, math.inf])
+def test_non_finite_reading_is_refused(candidate: float) -> None:
     with pytest.raises(ValueError, match="log-ratio must be finite"):
-        find_drift(readings([0.0, bad]))
+        find_drift(readings([0.0, candidate]))
 
 
 def test_readings_out_of_order_are_refused() -> None:

@@ -82,7 +82,7 @@ def duet(project: Project, flip: bool = False, length: int = ROUNDS, **of_second
             project.root / f"{side}.json",
             environment=shared | more,
         )
-        for side, more in (("good", {}), ("bad", of_second))
+        for side, more in (("adopted", {}), ("candidate", of_second))
     ]
     return run_duet(calls, flip, 120)
 
@@ -103,16 +103,16 @@ def rows(run):
 @pytest.mark.parametrize(("flip", "length"), [(False, ROUNDS), (True, 16)])
 def test_duet_sides_share_rounds_and_swap_cores(project: Project, flip: bool, length: int) -> None:
     runs = duet(project, flip, length, SLOWER="1.5")
-    good, bad = (rows(run)["throughput/loop/seconds"] for run in runs)
+    adopted, candidate = (rows(run)["throughput/loop/seconds"] for run in runs)
     # The first call is not a round: it comes before both are ready.
-    ours, theirs = (json.loads(row.evidence[0])[1:] for row in (good, bad))
+    ours, theirs = (json.loads(row.evidence[0])[1:] for row in (adopted, candidate))
     assert len(ours) == length
     halves = shares()[::-1] if flip else shares()
     assert ours[:3] == [halves[1], halves[0], halves[1]]
     assert [place for places in zip(ours, theirs) for place in places] == [*halves[::-1], *halves] * (
         length // 2
     )
-    assert (good.evidence[1:], bad.evidence[1:]) == (("True", "False"), ("False", "False"))
+    assert (adopted.evidence[1:], candidate.evidence[1:]) == (("True", "False"), ("False", "False"))
     assert [len(costs) for costs in rounds(runs)] == [length, length]
 
 
@@ -244,15 +244,20 @@ def test_no_series_is_kept_outside_a_duet(project: Project) -> None:
 
 
 def test_unpaired_rounds_are_refused() -> None:
-    for good, bad in (((), ()), ((1.0,), (1.0, 2.0)), ((1.0, math.inf), (1.0, 2.0)), ((0.0,), (1.0,))):
+    for adopted, candidate in (
+        ((), ()),
+        ((1.0,), (1.0, 2.0)),
+        ((1.0, math.inf), (1.0, 2.0)),
+        ((0.0,), (1.0,)),
+    ):
         with pytest.raises(ValueError, match="do not pair"):
-            log_ratio_of_rounds(good, bad)
+            log_ratio_of_rounds(adopted, candidate)
 
 
 def test_slow_core_cancels_in_swapped_rounds() -> None:
     """The first core is slower by half; the sides swap cores after each round, and one round is disturbed."""
     cores = [1.5, 1.0] * 10
-    good = [2.0 * a for a in cores]
-    bad = [2.1 * b for b in (cores[1:] + cores[:1])]
-    bad[4] *= 3
-    assert math.exp(log_ratio_of_rounds(good, bad)) == pytest.approx(1.05, rel=1e-9)
+    adopted = [2.0 * a for a in cores]
+    candidate = [2.1 * b for b in (cores[1:] + cores[:1])]
+    candidate[4] *= 3
+    assert math.exp(log_ratio_of_rounds(adopted, candidate)) == pytest.approx(1.05, rel=1e-9)

@@ -35,13 +35,20 @@ def test_unchanged_pair_is_adopted(machine: Machine, out: Path) -> None:
     assert (gate.decision, gate.findings, gate.finished) == (Decision.ADOPT, (), True)
     steps = list(dict.fromkeys(machine.processes))
     canary = f"{CANARIES}:"
-    assert steps == [canary + "good", canary + "bad", "all:good", "all:bad", "timed:good", "timed:bad"]
-    assert machine.processes[4:8] == ["timed:good", "timed:bad"] * 2
+    assert steps == [
+        canary + "adopted",
+        canary + "candidate",
+        "all:adopted",
+        "all:candidate",
+        "timed:adopted",
+        "timed:candidate",
+    ]
+    assert machine.processes[4:8] == ["timed:adopted", "timed:candidate"] * 2
 
 
 def test_sides_that_share_a_gpu_take_turns(machine: Machine, out: Path) -> None:
     machine.gate(out, GateConfig("h200", candidate="torch==2.14.0"))
-    assert machine.processes[2:4] == ["all:good", "all:bad"]
+    assert machine.processes[2:4] == ["all:adopted", "all:candidate"]
     order = [p.removeprefix("timed:") for p in machine.processes[4:12]]
     assert order == [SIDE[letter] for letter in "ABBABAAB"]
 
@@ -66,7 +73,7 @@ def test_gate_saves_every_step_before_the_next(machine: Machine, out: Path) -> N
 
 
 def test_report_reads_the_written_gate(machine: Machine, out: Path) -> None:
-    machine.sides["bad"].slower = {"throughput/b/seconds": 1.2}
+    machine.sides["candidate"].slower = {"throughput/b/seconds": 1.2}
     gate = machine.gate(out, GateConfig("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0"))
     found = gate_file.read(out / result.NAME)
     assert isinstance(found, gate_file.GateFile)
@@ -74,14 +81,14 @@ def test_report_reads_the_written_gate(machine: Machine, out: Path) -> None:
     paired = found.timed["throughput/b/seconds"]
     assert (paired.outcome, paired.sessions) == ("SLOWER", len(paired.log_ratios))
     assert paired.ratio == pytest.approx(1.2, rel=0.03)
-    assert found.good.record == read_record(out / "good.json")
+    assert found.adopted.record == read_record(out / "adopted.json")
     assert found.readings["throughput/b/seconds"] == pytest.approx(math.log(1.2), abs=0.03)
 
 
 def test_gate_lists_every_package_that_moved(machine: Machine, out: Path) -> None:
-    machine.sides["good"].packages = {"triton": "3.7.1", "numpy": "2.4.6", "filelock": "3.0"}
-    machine.sides["bad"].packages = {"triton": "3.8.0", "numpy": "2.4.6", "nvidia-nccl": "2.30"}
-    machine.sides["bad"].torch = "2.14.0"
+    machine.sides["adopted"].packages = {"triton": "3.7.1", "numpy": "2.4.6", "filelock": "3.0"}
+    machine.sides["candidate"].packages = {"triton": "3.8.0", "numpy": "2.4.6", "nvidia-nccl": "2.30"}
+    machine.sides["candidate"].torch = "2.14.0"
     machine.gate(out)
     moved = (
         "filelock 3.0 -> (absent)",
@@ -101,16 +108,16 @@ def test_gate_lists_every_package_that_moved(machine: Machine, out: Path) -> Non
 
 
 def test_gate_without_a_side_lists_no_moved_package(machine: Machine, out: Path) -> None:
-    machine.sides["bad"].failure = "import torch: killed by SIGSEGV"
+    machine.sides["candidate"].failure = "import torch: killed by SIGSEGV"
     machine.gate(out)
     assert json.loads((out / result.NAME).read_text())["moved"] == []
 
 
 def test_row_5_percent_slower_is_held(machine: Machine, out: Path) -> None:
-    machine.sides["bad"].slower = {"throughput/b/seconds": 1.05}
+    machine.sides["candidate"].slower = {"throughput/b/seconds": 1.05}
     gate = machine.gate(out)
     assert labels(gate) == [("HOLD", "SLOWER")]
-    line = f"/envs/bad -m pytest -p bumpgate.plugin --rootdir=. -m cpu -n 0 '{TIME_TEST}'"
+    line = f"/envs/candidate -m pytest -p bumpgate.plugin --rootdir=. -m cpu -n 0 '{TIME_TEST}'"
     assert gate.findings[0].repro.endswith(f" {line}")
     assert gate.timed["throughput/b/seconds"].interval[0] > 1.01
 
@@ -120,7 +127,7 @@ def test_5_percent_slowdown_is_found_19_times_of_20(tmp_path: Path, monkeypatch:
     held = 0
     for seed in range(20):
         machine = Machine(tmp_path / f"tree{seed}", seed)
-        machine.sides["bad"].slower = {"throughput/b/seconds": 1.05}
+        machine.sides["candidate"].slower = {"throughput/b/seconds": 1.05}
         attach(machine, monkeypatch)
         held += machine.gate(tmp_path / f"out{seed}").decision is Decision.HOLD
     assert held >= 19
@@ -142,7 +149,7 @@ FAULTS = {
     "a torch that does not import": ({"failure": "import torch: exit 1"}, Decision.UNKNOWN, "INFRA"),
     "a crash in timed processes": ({"signal": signal.SIGSEGV, "dies_from": 3}, Decision.HOLD, "PROBLEM"),
     "a kill from outside": ({"signal": signal.SIGKILL}, Decision.HOLD, "LOST"),
-    "a timed row lost for good": ({"spoiled": 1000}, Decision.HOLD, "LOST"),
+    "a timed row lost for adopted": ({"spoiled": 1000}, Decision.HOLD, "LOST"),
     "an unreviewed one": ({"spoiled": 1000, "unreviewed": True}, Decision.HOLD, "LOST"),
 }  # fmt: skip
 
@@ -151,7 +158,7 @@ FAULTS = {
 def test_decision_for_each_fault_of_the_candidate(machine: Machine, out: Path, fault: str) -> None:
     planted, decision, label = FAULTS[fault]
     for name, value in planted.items():  # type: ignore[attr-defined]
-        setattr(machine.sides["bad"], name, value)
+        setattr(machine.sides["candidate"], name, value)
     gate = machine.gate(out)
     assert gate.decision is decision, gate.findings
     assert label in [found for _, found in labels(gate)]
@@ -184,7 +191,7 @@ def test_first_answer_precedes_the_sessions(
     machine: Machine, out: Path, fault: dict, lines: list[str]
 ) -> None:
     for name, value in fault.items():
-        setattr(machine.sides["bad"], name, value)
+        setattr(machine.sides["candidate"], name, value)
     saved: list[Finding] = []
 
     def look() -> None:
@@ -205,14 +212,14 @@ def test_first_answer_precedes_the_sessions(
 def test_fault_of_the_adopted_build_does_not_hold(machine: Machine, out: Path, fault: str) -> None:
     """In the adopted build only, it is a gap or a fix, not a fault of the candidate."""
     for name, value in FAULTS[fault][0].items():  # type: ignore[attr-defined]
-        setattr(machine.sides["good"], name, value)
+        setattr(machine.sides["adopted"], name, value)
     gate = machine.gate(out)
     fixed = fault == "a changed exact row"
     assert gate.decision is (Decision.ADOPT if fixed else Decision.UNKNOWN), gate.findings
 
 
 def test_candidate_that_does_not_import_is_not_run(machine: Machine, out: Path) -> None:
-    machine.sides["bad"].failure = "import torch: killed by SIGSEGV"
+    machine.sides["candidate"].failure = "import torch: killed by SIGSEGV"
     gate = machine.gate(out)
     assert machine.processes == []
     assert gate.findings[0].head == "import torch: killed by SIGSEGV"
@@ -226,17 +233,21 @@ def test_empty_selection_is_unknown(machine: Machine, out: Path) -> None:
 
 
 def test_empty_sessions_end_after_a_limit(machine: Machine, out: Path) -> None:
-    machine.sides["bad"].signal = signal.SIGABRT
+    machine.sides["candidate"].signal = signal.SIGABRT
     gate = machine.gate(out)
     assert gate.paired
     assert (gate.paired.started, gate.paired.open_rows()) == (MAX_EMPTY_SESSIONS, [])
     assert labels(gate) == [("HOLD", "LOST"), ("HOLD", "PROBLEM"), ("UNKNOWN", "INCONCLUSIVE")]
-    assert gate.findings[1].bad[0] == f"{TIME_TEST}: died of SIGABRT (in 8 timed processes, 8 sessions)"
+    assert gate.findings[1].candidate[0] == f"{TIME_TEST}: died of SIGABRT (in 8 timed processes, 8 sessions)"
 
 
 @pytest.mark.parametrize(
     ("crashing", "decision"),
-    [(("good",), Decision.ADOPT), (("bad",), Decision.HOLD), (("good", "bad"), Decision.UNKNOWN)],
+    [
+        (("adopted",), Decision.ADOPT),
+        (("candidate",), Decision.HOLD),
+        (("adopted", "candidate"), Decision.UNKNOWN),
+    ],
 )
 def test_crash_in_one_session_counts_against_the_candidate_alone(
     machine: Machine, out: Path, crashing: tuple[str, ...], decision: Decision
@@ -253,10 +264,10 @@ def test_crash_in_one_session_counts_against_the_candidate_alone(
     assert gate.timed["throughput/b/seconds"].outcome in NO_REGRESSION
     assert gate.decision is decision, gate.findings
     problem = next(f for f in gate.findings if f.label == "PROBLEM")
-    assert (problem.decision, bool(problem.good), bool(problem.bad)) == (
+    assert (problem.decision, bool(problem.adopted), bool(problem.candidate)) == (
         decision,
-        "good" in crashing,
-        "bad" in crashing,
+        "adopted" in crashing,
+        "candidate" in crashing,
     )
 
 
@@ -274,11 +285,23 @@ def test_second_compile_cache_is_filled_once_and_alternates(machine: Machine, ou
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timed_runs, "run_duet", run_duet)
         made.run()
-    assert used[:8] == ["good", "bad", "good 2", "bad 2", "good", "bad", "good 2", "bad 2"]
+    assert used[:8] == [
+        "adopted",
+        "candidate",
+        "adopted 2",
+        "candidate 2",
+        "adopted",
+        "candidate",
+        "adopted 2",
+        "candidate 2",
+    ]
     assert made.gate.paired
     assert made.gate.paired.warm
     assert made.gate.paired.caches["throughput/b/seconds"][:4] == [0, 1, 0, 1]
-    assert [p for p in machine.processes if p.startswith("timed:")][:2] == ["timed:good", "timed:bad"]
+    assert [p for p in machine.processes if p.startswith("timed:")][:2] == [
+        "timed:adopted",
+        "timed:candidate",
+    ]
     assert (out / "output.txt").read_text().count("compile cache 2 filled") == 2
     assert made.gate.decision is Decision.ADOPT, made.gate.findings
 
@@ -306,7 +329,7 @@ def test_gate_killed_and_resumed_gives_the_same_verdict(
 ) -> None:
     def one(name: str) -> Machine:
         machine = Machine(tmp_path / name)
-        machine.sides["bad"].slower = {"throughput/b/seconds": slower}
+        machine.sides["candidate"].slower = {"throughput/b/seconds": slower}
         attach(machine, monkeypatch)
         return machine
 
@@ -377,7 +400,7 @@ def test_resumed_gate_refuses_other_packages(machine: Machine, out: Path) -> Non
     machine.before_process = kill
     with pytest.raises(Killed):
         machine.gate(out)
-    machine.sides["bad"].torch = "2.15.0"
+    machine.sides["candidate"].torch = "2.15.0"
     with pytest.raises(GateError, match=r"candidate packages differ from before \(torch 2.13.0 -> 2.15.0\)"):
         machine.gate(out)
 
@@ -391,11 +414,11 @@ def test_resumed_gate_refuses_another_build_of_a_wheel(machine: Machine, out: Pa
     machine.before_process = kill
     for content, error in (("aaaa", Killed), ("aaaa", Killed), ("bbbb", GateError)):
         bench = machine.prepare(out)
-        bench.env_specs["bad"] = replace(bench.env_specs["bad"], wheels={"fast": content})
+        bench.env_specs["candidate"] = replace(bench.env_specs["candidate"], wheels={"fast": content})
         with pytest.raises(error) as caught:
             bench.run()
     assert "candidate packages differ from before (fast aaaa -> bbbb)" in str(caught.value)
-    assert bench.gate.sides["bad"].wheels == {"fast": "aaaa"}
+    assert bench.gate.sides["candidate"].wheels == {"fast": "aaaa"}
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"config": 3}', "[]"])

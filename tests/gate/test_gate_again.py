@@ -37,9 +37,9 @@ def reading(value: Value, id: str = ROW, **fields: object) -> Judgement:
     return Judgement(row, Verdict.REGRESSION if outside else Verdict.PASS, "expected at most 20")
 
 
-def readings(machine: Machine, good: Sequence[float], bad: Sequence[float]) -> None:
+def readings(machine: Machine, adopted: Sequence[float], candidate: Sequence[float]) -> None:
     """Let each side read these seconds, the second ones when the test runs once more."""
-    for name, values in (("good", good), ("bad", bad)):
+    for name, values in (("adopted", adopted), ("candidate", candidate)):
         side = machine.sides[name]
         side.counts, side.second = [count(), reading(values[0])], [reading(values[1])]
 
@@ -61,13 +61,13 @@ def test_second_reading_within_the_bound_does_not_hold(machine: Machine, out: Pa
     readings(machine, (19.87, 21.0), (20.46, 13.1))
     gate = machine.gate(out)
     assert (gate.decision, gate.findings) == (Decision.ADOPT, ())
-    assert reruns(machine) == ["good", "bad"]
-    good, bad = stored(out, "good"), stored(out, "bad")
-    assert (good.row.value, good.verdict) == (19.87, Verdict.PASS)
-    assert (bad.row.value, bad.verdict) == (13.1, Verdict.PASS)
+    assert reruns(machine) == ["adopted", "candidate"]
+    adopted, candidate = stored(out, "adopted"), stored(out, "candidate")
+    assert (adopted.row.value, adopted.verdict) == (19.87, Verdict.PASS)
+    assert (candidate.row.value, candidate.verdict) == (13.1, Verdict.PASS)
     other = "read twice, the better reading counts; the other: "
-    assert good.row.evidence == ("19.87 s", f"{other}21 s")
-    assert bad.row.evidence == ("13.1 s", f"{other}20.46 s")
+    assert adopted.row.evidence == ("19.87 s", f"{other}21 s")
+    assert candidate.row.evidence == ("13.1 s", f"{other}20.46 s")
     (line,) = printed(out)
     begin = f"1 time outside of a bound on one side, read once more on both: {ROW}; still outside: none; "
     assert line.startswith(begin)
@@ -79,9 +79,9 @@ def test_two_readings_outside_of_the_bound_hold(machine: Machine, out: Path) -> 
     readings(machine, (13.0, 14.0), (26.5, 25.5))
     gate = machine.gate(out)
     assert labels(gate) == [("HOLD", "REGRESSION")]
-    bad = gate.findings[0].bad
-    assert bad[0] == f"{ROW}: 25.5 s (C37)"
-    assert bad[2] == "read twice, the better reading counts; the other: 26.5 s"
+    candidate = gate.findings[0].candidate
+    assert candidate[0] == f"{ROW}: 25.5 s (C37)"
+    assert candidate[2] == "read twice, the better reading counts; the other: 26.5 s"
     assert f"still outside: {ROW}; " in printed(out)[0]
 
 
@@ -90,17 +90,17 @@ def test_adopted_side_is_read_again_as_well(machine: Machine, out: Path) -> None
     readings(machine, (20.46, 15.0), (19.87, 30.0))
     gate = machine.gate(out)
     assert (gate.decision, gate.findings) == (Decision.ADOPT, ())
-    assert (stored(out, "good").row.value, stored(out, "bad").row.value) == (15.0, 19.87)
+    assert (stored(out, "adopted").row.value, stored(out, "candidate").row.value) == (15.0, 19.87)
 
 
-@pytest.mark.parametrize(("good", "bad"), [(13.0, 19.0), (21.0, 25.0)], ids=["inside", "outside"])
+@pytest.mark.parametrize(("adopted", "candidate"), [(13.0, 19.0), (21.0, 25.0)], ids=["inside", "outside"])
 def test_readings_on_one_side_of_the_bound_are_kept(
-    machine: Machine, out: Path, good: float, bad: float
+    machine: Machine, out: Path, adopted: float, candidate: float
 ) -> None:
-    readings(machine, (good, 1.0), (bad, 1.0))
+    readings(machine, (adopted, 1.0), (candidate, 1.0))
     machine.gate(out)
     assert (reruns(machine), printed(out)) == ([], [])
-    assert not result.read(out, SessionPlan()).sides["bad"].read_again  # type: ignore[union-attr]
+    assert not result.read(out, SessionPlan()).sides["candidate"].read_again  # type: ignore[union-attr]
 
 
 def test_fast_gate_reads_no_time_again(machine: Machine, out: Path) -> None:
@@ -122,7 +122,7 @@ def test_many_tests_outside_are_no_accident(tests: int, read: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("good", "bad"),
+    ("adopted", "candidate"),
     [
         (count(13, id=ROW), replace(count(14, id=ROW), verdict=Verdict.REGRESSION)),
         (reading(19.0, better="lower", interval=(1, 30)), reading(21.0, better="lower", interval=(1, 30))),
@@ -147,8 +147,8 @@ def test_many_tests_outside_are_no_accident(tests: int, read: bool) -> None:
         *("two bounds", "error", "no bound"),
     ],
 )
-def test_other_differences_are_not_read_again(good: Judgement, bad: Judgement) -> None:
-    assert outside_on_one_side(Record({}, (good,)), Record({}, (bad,))) == {}
+def test_other_differences_are_not_read_again(adopted: Judgement, candidate: Judgement) -> None:
+    assert outside_on_one_side(Record({}, (adopted,)), Record({}, (candidate,))) == {}
 
 
 def test_better_reading_follows_the_direction_of_the_row() -> None:
@@ -171,14 +171,14 @@ def test_other_rows_keep_their_first_value(machine: Machine, out: Path) -> None:
         side.second = [*(side.second or ()), *more]
     gate = machine.gate(out)
     assert (gate.decision, gate.findings) == (Decision.ADOPT, ())
-    for name in ("good", "bad"):
+    for name in ("adopted", "candidate"):
         assert stored(out, name, "kernels/a/kernels").row.value == 11
         assert stored(out, name, "kernels/a/late").row.value == 1
 
 
 def test_failure_in_the_second_run_holds(machine: Machine, out: Path) -> None:
     readings(machine, (13.0, 13.0), (21.0, 13.0))
-    machine.sides["bad"].second_problems = (f"{TEST}: assert 1 == 2",)
+    machine.sides["candidate"].second_problems = (f"{TEST}: assert 1 == 2",)
     assert labels(machine.gate(out)) == [("HOLD", "PROBLEM")]
 
 
@@ -187,7 +187,7 @@ def test_second_run_that_is_cut_short_changes_nothing(
 ) -> None:
     def run(calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:
         runs = machine.run_lanes(calls, timeout)
-        cut = [call.python.name == "bad" and TEST in call.selection for call in calls]
+        cut = [call.python.name == "candidate" and TEST in call.selection for call in calls]
         return [
             replace(r, record=replace(r.record, complete=False), failure="died of SIGSEGV")
             if no and r.record
@@ -199,8 +199,8 @@ def test_second_run_that_is_cut_short_changes_nothing(
     readings(machine, (13.0, 12.0), (21.0, 13.0))
     gate = machine.gate(out)
     assert labels(gate) == [("HOLD", "REGRESSION")]
-    assert (stored(out, "good").row.value, stored(out, "bad").row.evidence) == (12.0, ("21.0 s",))
-    words = f"; candidate: not read, died of SIGSEGV (log: {out / 'bounds-bad.log'})"
+    assert (stored(out, "adopted").row.value, stored(out, "candidate").row.evidence) == (12.0, ("21.0 s",))
+    words = f"; candidate: not read, died of SIGSEGV (log: {out / 'bounds-candidate.log'})"
     assert printed(out)[0].endswith(words)
 
 
@@ -218,15 +218,15 @@ def test_readings_are_taken_on_empty_compile_caches(
     monkeypatch.setattr(bench, "run_lanes", run)
     readings(machine, (13.0, 12.0), (21.0, 13.0))
     machine.gate(out, ON_GPU, shares=divide(["0", "1", "2", "3"], 1, range(8)))
-    ((good, bad),) = seen
-    assert [call.environment["CUDA_VISIBLE_DEVICES"] for call in (good, bad)] == ["0,1", "2,3"]
-    assert good.selection == bad.selection == ["-n", "0", TEST]
-    for call in (good, bad):
+    ((adopted, candidate),) = seen
+    assert [call.environment["CUDA_VISIBLE_DEVICES"] for call in (adopted, candidate)] == ["0,1", "2,3"]
+    assert adopted.selection == candidate.selection == ["-n", "0", TEST]
+    for call in (adopted, candidate):
         cache = call.environment["TORCHINDUCTOR_CACHE_DIR"]
         assert cache not in machine.caches(call.python.name).values()
         assert not Path(cache).exists()
         assert call.environment["BUMPGATE_ROUNDS"] == "15"
-    caches = {call.environment["TORCHINDUCTOR_CACHE_DIR"] for call in (good, bad)}
+    caches = {call.environment["TORCHINDUCTOR_CACHE_DIR"] for call in (adopted, candidate)}
     assert len(caches) == 2
 
 
@@ -253,11 +253,11 @@ def test_killed_gate_does_not_repeat_the_second_reading(
         machine.before_process = kill
         with pytest.raises(Killed):
             machine.gate(out, config)
-        assert reruns(machine) == ["good", "bad"][: at - 4]
+        assert reruns(machine) == ["adopted", "candidate"][: at - 4]
         machine.before_process = lambda: None
         assert machine.gate(out, config).decision is Decision.ADOPT
-        assert reruns(machine) == ["good", "bad"]
-        assert [len(stored(out, name).row.evidence) for name in ("good", "bad")] == [2, 2]
+        assert reruns(machine) == ["adopted", "candidate"]
+        assert [len(stored(out, name).row.evidence) for name in ("adopted", "candidate")] == [2, 2]
 
 
 def test_third_reading_is_never_taken(machine: Machine, out: Path) -> None:
@@ -277,7 +277,7 @@ def test_third_reading_is_never_taken(machine: Machine, out: Path) -> None:
     (out / result.NAME).write_text(json.dumps(raw))
     machine.before_process = lambda: None
     assert labels(machine.gate(out)) == [("HOLD", "REGRESSION")]
-    assert reruns(machine) == ["good", "bad"]
+    assert reruns(machine) == ["adopted", "candidate"]
 
 
 @pytest.fixture
@@ -293,7 +293,7 @@ def test_first_call(lane, row):
     seen = os.path.join(os.environ["BUMPGATE_HOME"], os.environ["SIDE"])
     again = os.path.exists(seen)
     open(seen, "w").close()
-    seconds = 20.46 if os.environ["SIDE"] == "bad" and not again else 13.1 + again
+    seconds = 20.46 if os.environ["SIDE"] == "candidate" and not again else 13.1 + again
     entries = len(os.listdir(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
     open(os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "compiled"), "w").close()
     row("kernels/a/first_call_seconds", seconds, unit="s", rule="C37", at_most=20, witness=1,
@@ -311,10 +311,10 @@ def test_real_processes_read_on_an_empty_cache(tree: Tree, tmp_path: Path) -> No
     done = tree.gate("--", "suites/canaries", "suites/kernels")
     assert done.code == 0, done.out + done.err
     assert f"outside of a bound on one side, read once more on both: {ROW}; still outside: none" in done.err
-    good, bad = (stored(tmp_path / "g", name).row for name in ("good", "bad"))
+    adopted, candidate = (stored(tmp_path / "g", name).row for name in ("adopted", "candidate"))
     other = "read twice, the better reading counts; the other: "
-    assert (good.value, good.evidence) == (13.1, ("0 entries, worker gw0", f"{other}14.1 s"))
-    assert (bad.value, bad.evidence) == (14.1, ("0 entries, worker None", f"{other}20.46 s"))
+    assert (adopted.value, adopted.evidence) == (13.1, ("0 entries, worker gw0", f"{other}14.1 s"))
+    assert (candidate.value, candidate.evidence) == (14.1, ("0 entries, worker None", f"{other}20.46 s"))
 
 
 def test_gate_file_of_an_earlier_version_can_be_read(machine: Machine, out: Path) -> None:
@@ -325,14 +325,14 @@ def test_gate_file_of_an_earlier_version_can_be_read(machine: Machine, out: Path
     (out / result.NAME).write_text(json.dumps(raw))
     gate = result.read(out, SessionPlan())
     assert gate
-    assert not gate.sides["bad"].read_again
+    assert not gate.sides["candidate"].read_again
 
 
 @pytest.mark.parametrize("again", [True, False])
 def test_time_to_be_read_again_does_not_hold_so_far(tmp_path: Path, again: bool) -> None:
     """A fast gate reports it at once."""
-    records = {name: tmp_path / f"{name}.json" for name in ("good", "bad")}
-    for name, seconds in (("good", 19.87), ("bad", 20.46)):
+    records = {name: tmp_path / f"{name}.json" for name in ("adopted", "candidate")}
+    for name, seconds in (("adopted", 19.87), ("candidate", 20.46)):
         write_record(records[name], {"lane": "cpu"}, [reading(seconds)], complete=False)
     sides = {name: Side(name, None) for name in records}
     interim = Interim("cpu", sides, records, time.monotonic() - 90, print, again)

@@ -34,9 +34,9 @@ def record(*judgements: Judgement) -> Record:
 
 
 def findings(
-    good: Judgement, bad: Judgement, timed: dict[str, Timed] | None = None
+    adopted: Judgement, candidate: Judgement, timed: dict[str, Timed] | None = None
 ) -> list[tuple[Decision, str]]:
-    sides = (Side("torch 2.13.0", record(good)), Side("torch 2.14.0", record(bad)))
+    sides = (Side("torch 2.13.0", record(adopted)), Side("torch 2.14.0", record(candidate)))
     return [(f.decision, f.label) for f in judge_gate("cpu", *sides, timed).findings]
 
 
@@ -51,24 +51,24 @@ DEVICE = row("device_milliseconds_per_step", 341.1, "ms", better="lower", tolera
 @pytest.mark.parametrize(("reading", "ratio"), [(COLD, 1.49), (DEVICE, 1.115)])
 def test_slower_single_reading_is_measured_again(reading: Row, ratio: float) -> None:
     """Both sides pass their stored tolerance, or nearly; the sessions decide, and without them there is no ADOPT."""
-    good, bad = judged(reading), judged(replace(reading, value=reading.value * ratio))
-    assert timed_rows(record(good), record(bad)) == {reading.id: TEST}
-    assert cost(bad) == bad.row.value
-    assert findings(good, bad) == [(UNKNOWN, "INCONCLUSIVE")]
-    assert findings(good, bad, {reading.id: slower(ratio)}) == [(HOLD, "SLOWER")]
+    adopted, candidate = judged(reading), judged(replace(reading, value=reading.value * ratio))
+    assert timed_rows(record(adopted), record(candidate)) == {reading.id: TEST}
+    assert cost(candidate) == candidate.row.value
+    assert findings(adopted, candidate) == [(UNKNOWN, "INCONCLUSIVE")]
+    assert findings(adopted, candidate, {reading.id: slower(ratio)}) == [(HOLD, "SLOWER")]
     same = Timed(TimedOutcome.SAME, 1.001, (0.98, 1.02), 12, 1.0, 1.0)
-    assert findings(good, bad, {reading.id: same}) == []
+    assert findings(adopted, candidate, {reading.id: same}) == []
 
 
 @pytest.mark.parametrize("ratio", [1.087, 1.49])
 def test_single_reading_outside_its_tolerance_is_measured_again(ratio: float) -> None:
     """However little or much it is worse, one reading does not hold; on the adopted side too it is no difference."""
-    good, bad = judged(COLD), judged(replace(COLD, value=45.0 * ratio), verdict=Verdict.REGRESSION)
-    assert timed_rows(record(good), record(bad)) == {COLD.id: TEST}
-    assert findings(good, bad) == [(UNKNOWN, "INCONCLUSIVE")]
-    assert findings(good, bad, {COLD.id: slower(ratio)}) == [(HOLD, "SLOWER")]
+    adopted, candidate = judged(COLD), judged(replace(COLD, value=45.0 * ratio), verdict=Verdict.REGRESSION)
+    assert timed_rows(record(adopted), record(candidate)) == {COLD.id: TEST}
+    assert findings(adopted, candidate) == [(UNKNOWN, "INCONCLUSIVE")]
+    assert findings(adopted, candidate, {COLD.id: slower(ratio)}) == [(HOLD, "SLOWER")]
     same = Timed(TimedOutcome.SAME, 1.001, (0.98, 1.02), 12, 1.0, 1.0)
-    assert findings(good, bad, {COLD.id: same}) == []
+    assert findings(adopted, candidate, {COLD.id: same}) == []
 
 
 @pytest.mark.parametrize(
@@ -77,29 +77,31 @@ def test_single_reading_outside_its_tolerance_is_measured_again(ratio: float) ->
 def test_reading_that_sessions_cannot_refute_holds(before: float, after: float, tolerance: float) -> None:
     """The sessions call a row SAME within 3.5 %, and compare no value of 0."""
     waste = row("wasted_tokens", before, "ratio", better="lower", tolerance=tolerance)
-    bad = judged(replace(waste, value=after), verdict=Verdict.REGRESSION)
-    assert timed_rows(record(judged(waste)), record(bad)) == {}
-    assert findings(judged(waste), bad) == [(HOLD, "REGRESSION")]
+    candidate = judged(replace(waste, value=after), verdict=Verdict.REGRESSION)
+    assert timed_rows(record(judged(waste)), record(candidate)) == {}
+    assert findings(judged(waste), candidate) == [(HOLD, "REGRESSION")]
 
 
 def test_accepted_time_is_not_measured_again() -> None:
-    bad = judged(replace(COLD, value=45.0 * 1.6), verdict=Verdict.REGRESSION, accepted="ann, until 2027: why")
-    assert timed_rows(record(judged(COLD)), record(bad)) == {}
-    assert {decision for decision, _ in findings(judged(COLD), bad)} <= {ADOPT}
+    candidate = judged(
+        replace(COLD, value=45.0 * 1.6), verdict=Verdict.REGRESSION, accepted="ann, until 2027: why"
+    )
+    assert timed_rows(record(judged(COLD)), record(candidate)) == {}
+    assert {decision for decision, _ in findings(judged(COLD), candidate)} <= {ADOPT}
 
 
 def test_single_reading_above_a_derived_bound_holds() -> None:
     bounded = replace(COLD, better="derived", tolerance=0.0, at_most=60.0)
-    bad = judged(replace(bounded, value=61.0), verdict=Verdict.REGRESSION)
-    assert timed_rows(record(judged(bounded)), record(bad)) == {}
-    assert findings(judged(bounded), bad) == [(HOLD, "REGRESSION")]
+    candidate = judged(replace(bounded, value=61.0), verdict=Verdict.REGRESSION)
+    assert timed_rows(record(judged(bounded)), record(candidate)) == {}
+    assert findings(judged(bounded), candidate) == [(HOLD, "REGRESSION")]
 
 
 @pytest.mark.parametrize(("reading", "ratio"), [(COLD, 1.31), (DEVICE, 1.024), (COLD, 0.5)])
 def test_noise_of_a_single_reading_is_not_a_finding(reading: Row, ratio: float) -> None:
-    good, bad = judged(reading), judged(replace(reading, value=reading.value * ratio))
-    assert timed_rows(record(good), record(bad)) == {}
-    assert findings(good, bad) == []
+    adopted, candidate = judged(reading), judged(replace(reading, value=reading.value * ratio))
+    assert timed_rows(record(adopted), record(candidate)) == {}
+    assert findings(adopted, candidate) == []
 
 
 def moved(metric: str, before: Value, after: Value, unit: str, **fields: object) -> ValueChange | None:
@@ -154,7 +156,7 @@ def test_change_margin_depends_on_kind_of_row(args: tuple, expected: ValueChange
 
 
 @pytest.mark.parametrize(
-    ("good", "bad", "accepted", "expected"),
+    ("adopted", "candidate", "accepted", "expected"),
     [
         (row("modules", 8, "count"), row("modules", 9, "count"), "", (HOLD, "CHANGED")),
         (row("modules", 8, "count"), row("modules", 9, "count"), "ann, until 2027", (ADOPT, "CHANGED")),
@@ -164,13 +166,13 @@ def test_change_margin_depends_on_kind_of_row(args: tuple, expected: ValueChange
     ],
 )
 def test_passing_rows_that_differ_are_a_finding(
-    good: Row, bad: Row, accepted: str, expected: tuple[Decision, str]
+    adopted: Row, candidate: Row, accepted: str, expected: tuple[Decision, str]
 ) -> None:
-    assert findings(judged(good), judged(bad, accepted=accepted)) == [expected]
+    assert findings(judged(adopted), judged(candidate, accepted=accepted)) == [expected]
 
 
 @pytest.mark.parametrize(
-    ("good", "bad", "words"),
+    ("adopted", "candidate", "words"),
     [
         (row("step", 250.0, "ms", **PAIRED), row("step", 0.3, "s", **PAIRED), "unit 'ms' and 's'"),
         (row("peak", 2, "MiB", paired=True), row("peak", 2, "GiB", paired=True), "unit 'MiB' and 'GiB'"),
@@ -182,19 +184,21 @@ def test_passing_rows_that_differ_are_a_finding(
     ],
     ids=["time", "exact", "direction"],
 )
-def test_values_of_different_kinds_are_not_compared(good: Row, bad: Row, words: str) -> None:
-    assert timed_rows(record(judged(good)), record(judged(bad))) == {}
-    sides = (Side("torch 2.13.0", record(judged(good))), Side("torch 2.14.0", record(judged(bad))))
+def test_values_of_different_kinds_are_not_compared(adopted: Row, candidate: Row, words: str) -> None:
+    assert timed_rows(record(judged(adopted)), record(judged(candidate))) == {}
+    sides = (Side("torch 2.13.0", record(judged(adopted))), Side("torch 2.14.0", record(judged(candidate))))
     (finding,) = judge_gate("cpu", *sides).findings
     assert (finding.decision, finding.label) == (UNKNOWN, "OTHER KIND")
-    assert finding.head == f"{good.id}: {words}"
+    assert finding.head == f"{adopted.id}: {words}"
 
 
 def test_finding_shows_both_values() -> None:
-    good, bad = (Side(n, record(judged(row("k", v, "count", **LOWER)))) for n, v in (("a", 200), ("b", 210)))
-    found: Finding = judge_gate("cpu", good, bad).findings[0]
-    assert found.good == ("throughput/nam52/k: 200 count",)
-    assert found.bad == ("throughput/nam52/k: 210 count",)
+    adopted, candidate = (
+        Side(n, record(judged(row("k", v, "count", **LOWER)))) for n, v in (("a", 200), ("b", 210))
+    )
+    found: Finding = judge_gate("cpu", adopted, candidate).findings[0]
+    assert found.adopted == ("throughput/nam52/k: 200 count",)
+    assert found.candidate == ("throughput/nam52/k: 210 count",)
 
 
 def test_paired_row_needs_no_interval() -> None:
@@ -219,12 +223,12 @@ def whole(name: str) -> Side:
 @pytest.mark.parametrize("swap", [False, True])
 def test_one_build_on_two_machines_is_never_worse(swap: bool) -> None:
     """Two complete runs of one build: 634 rows, no margin is exceeded, and few times would be measured again."""
-    good, bad = (whole(f"h200-whole-{n}-machine") for n in ("one", "another")[:: -1 if swap else 1])
-    assert [f for f in judge_gate("cpu", good, bad).findings if f.label == "WORSE"] == []
-    assert good.record
-    assert bad.record
-    rows = timed_rows(good.record, bad.record)
-    again = [r for r in rows if change(*(by_id(s)[r] for s in (good, bad))) is AGAIN]
+    adopted, candidate = (whole(f"h200-whole-{n}-machine") for n in ("one", "another")[:: -1 if swap else 1])
+    assert [f for f in judge_gate("cpu", adopted, candidate).findings if f.label == "WORSE"] == []
+    assert adopted.record
+    assert candidate.record
+    rows = timed_rows(adopted.record, candidate.record)
+    again = [r for r in rows if change(*(by_id(s)[r] for s in (adopted, candidate))) is AGAIN]
     assert len(again) <= 2
 
 
@@ -235,8 +239,8 @@ def by_id(side: Side) -> dict[str, Row]:
 
 def test_unchanged_pairs_with_noise_are_never_held() -> None:
     """The stored record against copies of itself, with the noise per kind measured between two machines."""
-    rng, good = random.Random(20261123), whole("h200-whole")
-    assert good.record
+    rng, adopted = random.Random(20261123), whole("h200-whole")
+    assert adopted.record
     noise = {"ms": 0.012, "fraction": 0.016, "ratio": 0.026, "s": 0.13, "nats": 0.03, "bytes": 0.0001}
 
     def noisy(j: Judgement) -> Judgement:
@@ -246,8 +250,10 @@ def test_unchanged_pairs_with_noise_are_never_held() -> None:
         return replace(j, row=replace(r, value=r.value * (1 + rng.gauss(0, noise.get(r.unit, 0.0)))))
 
     for _ in range(100):
-        bad = Side("again", replace(good.record, judgements=tuple(map(noisy, good.record.judgements))))
-        assert [f for f in judge_gate("cpu", good, bad).findings if f.decision is HOLD] == []
+        candidate = Side(
+            "again", replace(adopted.record, judgements=tuple(map(noisy, adopted.record.judgements)))
+        )
+        assert [f for f in judge_gate("cpu", adopted, candidate).findings if f.decision is HOLD] == []
 
 
 @pytest.mark.parametrize("value", [3.0, 1.49])
@@ -256,10 +262,10 @@ def test_losses_that_grow_are_worse_and_not_read_again(value: float) -> None:
     growth = row("loss_growth", 1.0, "ratio", better="derived", at_most=1.5)
     found = replace(growth, value=value)
     verdict = Verdict.REGRESSION if value > 1.5 else Verdict.PASS
-    good, bad = judged(growth), replace(judged(found), verdict=verdict)
-    assert not outside_on_one_side(record(good), record(bad))
-    assert findings(good, bad) == [(HOLD, "REGRESSION" if value > 1.5 else "WORSE")]
-    assert findings(good, judged(replace(growth, value=1.2))) == []
+    adopted, candidate = judged(growth), replace(judged(found), verdict=verdict)
+    assert not outside_on_one_side(record(adopted), record(candidate))
+    assert findings(adopted, candidate) == [(HOLD, "REGRESSION" if value > 1.5 else "WORSE")]
+    assert findings(adopted, judged(replace(growth, value=1.2))) == []
 
 
 def test_ratio_of_counts_is_compared_exactly() -> None:

@@ -103,7 +103,7 @@ def spend(
         out, GateConfig(lane, candidate="torch==2.14.0"), deadline=budget, shares=divide(gpus, 1, range(8))
     )
     sessions = made.gate.paired = Sessions(dict(zip(machine.rows, TESTS)), plan_for(), 72)
-    timed_runs.TimedRuns(made).sessions(sessions, "good")
+    timed_runs.TimedRuns(made).sessions(sessions, "adopted")
     return clock
 
 

@@ -90,7 +90,7 @@ def foreign(tmp_path: Path) -> Foreign:
     made = Foreign(tmp_path)
     made.write("bumpgate.toml", LANE)
     made.write("torch.py", "")
-    for side in ("good", "bad"):
+    for side in ("adopted", "candidate"):
         made.write(f".{side}/python", wrapped_python(SIDE=side))
         os.chmod(tmp_path / f".{side}/python", 0o755)
     made.env["BUMPGATE_HOME"] = str(tmp_path / ".home")
@@ -100,12 +100,12 @@ def foreign(tmp_path: Path) -> Foreign:
 def gate(foreign: Foreign, body: str, *options: str) -> Result:
     """Gate a command that prints `body`'s lines; `SIDE` is the name of the side."""
     foreign.write("bench.py", f"import os\nSIDE = os.environ['SIDE']\n{body}\n")
-    pythons = ("--python-good", ".good/python", "--python-bad", ".bad/python")
+    pythons = ("--python-adopted", ".adopted/python", "--python-candidate", ".candidate/python")
     return foreign.bumpgate("gate", "--lane", "mine", *pythons, "--command", "python bench.py", *options)
 
 
 def test_gate_compares_a_command_in_two_environments(foreign: Foreign) -> None:
-    exact = {"good": json.dumps(GOOD), "bad": json.dumps(GOOD | {"value": 4})}
+    exact = {"adopted": json.dumps(GOOD), "candidate": json.dumps(GOOD | {"value": 4})}
     ended = gate(foreign, f"print({exact}[SIDE])\nprint({json.dumps(TIME)!r})", "--budget", "0")
     assert ended.code == 1, ended.out + ended.err
     assert "adopted: mine: 2 rows: 2 PASS" in ended.err
@@ -116,7 +116,7 @@ def test_gate_compares_a_command_in_two_environments(foreign: Foreign) -> None:
         "CHANGED",
         ["command/metrics/graphs"],
     )
-    assert (changed["good"], changed["bad"]) == (
+    assert (changed["adopted"], changed["candidate"]) == (
         ["command/metrics/graphs: 3 graphs"],
         ["command/metrics/graphs: 4 graphs"],
     )
@@ -129,12 +129,20 @@ def test_gate_compares_a_command_in_two_environments(foreign: Foreign) -> None:
     again = subprocess.run(
         changed["repro"], shell=True, cwd=foreign.root, env=kept, capture_output=True, text=True
     )
-    assert ".bad/python" in changed["repro"]
+    assert ".candidate/python" in changed["repro"]
     assert (again.returncode, "mine: 2 rows: 2 PASS" in again.stdout) == (0, True), (
         again.stdout + again.stderr
     )
     other = foreign.bumpgate(
-        *("gate", "--lane", "mine", "--python-good", ".good/python", "--python-bad", ".bad/python"),
+        *(
+            "gate",
+            "--lane",
+            "mine",
+            "--python-adopted",
+            ".adopted/python",
+            "--python-candidate",
+            ".candidate/python",
+        ),
         *("--command", "python other.py", "--budget", "0", "--resume"),
     )
     assert (other.code, "is of another gate (other command)" in other.err) == (4, True), other.err
@@ -161,7 +169,7 @@ def test_invalid_metric_line_makes_the_gate_unknown(foreign: Foreign) -> None:
 
 def test_command_that_the_shell_cannot_parse_is_refused(foreign: Foreign) -> None:
     """Before anything is measured: nothing of it could run on either side."""
-    pythons = ("--python-good", ".good/python", "--python-bad", ".bad/python")
+    pythons = ("--python-adopted", ".adopted/python", "--python-candidate", ".candidate/python")
     ended = foreign.bumpgate("gate", "--lane", "mine", *pythons, "--command", "python 'bench.py")
     assert (ended.code, ended.out) == (4, ""), ended.out
     assert ended.err.startswith('bumpgate: --command "python \'bench.py": ')

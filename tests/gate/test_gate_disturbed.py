@@ -18,16 +18,16 @@ UNREVIEWED = pytest.mark.parametrize("unreviewed", [False, True])
 
 @UNREVIEWED
 def test_disturbed_test_is_run_once_more(machine: Machine, out: Path, unreviewed: bool) -> None:
-    machine.sides["bad"].spoiled, machine.sides["bad"].unreviewed = 1, unreviewed
+    machine.sides["candidate"].spoiled, machine.sides["candidate"].unreviewed = 1, unreviewed
     gate = machine.gate(out)
     assert gate.decision is Decision.ADOPT, gate.findings
-    assert f"{TIME_TEST}:bad" in machine.processes
-    ids = [j.row.id for j in read_record(out / "bad.json").judgements]
+    assert f"{TIME_TEST}:candidate" in machine.processes
+    ids = [j.row.id for j in read_record(out / "candidate.json").judgements]
     assert ids == ["compile/a/graph_breaks", "throughput/b/seconds"]
 
 
 @UNREVIEWED
-@pytest.mark.parametrize("sides", [("good",), ("bad",), ("good", "bad")])
+@pytest.mark.parametrize("sides", [("adopted",), ("candidate",), ("adopted", "candidate")])
 def test_twice_disturbed_test_is_judged_by_the_sessions(
     machine: Machine, out: Path, sides: tuple[str, ...], unreviewed: bool
 ) -> None:
@@ -45,7 +45,7 @@ def test_twice_disturbed_count_is_not_paired(machine: Machine, out: Path, unit: 
     """Sessions would allow it to be 3 % worse. Its test is disturbed on both sides, so nothing is known of it."""
     row = Row("throughput/b/peak", None, unit, 0, "", better="lower", test=TIME_TEST)
     lost = Judgement(row, Verdict.INFRA, "not quiet")
-    for side in (machine.sides["good"], machine.sides["bad"]):
+    for side in (machine.sides["adopted"], machine.sides["candidate"]):
         side.counts, side.second = [count(), lost], [lost, gone(Verdict.INFRA, "not quiet", TIME_TEST)]
         side.spoiled = 1
     gate = machine.gate(out)
@@ -57,23 +57,25 @@ def test_violated_bound_counts_next_to_a_disturbed_side() -> None:
     """The sessions compare the two sides, and not a side with the bound that its test derives."""
     slow = Judgement(replace(seconds(2.0).row, at_most=1.5), Verdict.REGRESSION, "expected at most 1.5")
     lost = gone(Verdict.INFRA, "not quiet", TIME_TEST)
-    good, bad = (Side(name, Record({"lane": "cpu"}, (j,))) for name, j in (("good", lost), ("bad", slow)))
+    adopted, candidate = (
+        Side(name, Record({"lane": "cpu"}, (j,))) for name, j in (("adopted", lost), ("candidate", slow))
+    )
     same = {slow.row.id: Timed(TimedOutcome.SAME, 1.0, (0.99, 1.01), 12, 0.001, 0.001)}
-    assert judge_gate("cpu", good, bad, same).decision is Decision.UNKNOWN
+    assert judge_gate("cpu", adopted, candidate, same).decision is Decision.UNKNOWN
 
 
 @UNREVIEWED
 def test_disturbed_session_is_replaced_by_another(machine: Machine, out: Path, unreviewed: bool) -> None:
     made = machine.prepare(out)
     made.enter()
-    for name in ("good", "bad"):
+    for name in ("adopted", "candidate"):
         made.gate.sides[name].canaries = {}
         made.measure([name])
-    machine.sides["good"].spoiled, machine.sides["good"].unreviewed = 1, unreviewed
+    machine.sides["adopted"].spoiled, machine.sides["adopted"].unreviewed = 1, unreviewed
     made.run()
     sessions = made.gate.paired
     assert sessions
     assert sessions.started == len(sessions.log_ratios["throughput/b/seconds"]) + 1
     reason = "not quiet" if unreviewed else "throughput/b/seconds: not quiet"
-    assert f"last lost: good: {reason}" in (out / "output.txt").read_text()
+    assert f"last lost: adopted: {reason}" in (out / "output.txt").read_text()
     assert made.gate.decision is Decision.ADOPT

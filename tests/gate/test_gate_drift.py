@@ -31,8 +31,8 @@ def weekly(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, we
     gates = []
     for week in range(1, weeks + 1):
         machine.recent = {row: tuple(history)}
-        machine.sides["bad"].slower = {row: 1.01**week}
-        machine.sides["good"].slower = {row: 1.01 ** (week - 1)}
+        machine.sides["candidate"].slower = {row: 1.01**week}
+        machine.sides["adopted"].slower = {row: 1.01 ** (week - 1)}
         machine.sides["anchor"].slower = {row: 1.01 ** max(0, week - 4)}
         day = TODAY + timedelta(weeks=week)
         monkeypatch.setattr("tests.support.gating.TODAY", day)
@@ -97,7 +97,7 @@ def test_accepted_slowdown_is_adopted_until_it_expires(
     machine: Machine, out: Path, ratio: float, days: int, decision: Decision
 ) -> None:
     row = "throughput/b/seconds"
-    machine.sides["bad"].slower = {row: 1.06}
+    machine.sides["candidate"].slower = {row: 1.06}
     write_acceptance(machine.root, row, ratio, TODAY + timedelta(days=days))
     gate = machine.gate(out)
     assert (gate.decision, gate.timed[row].outcome) == (decision, TimedOutcome.SLOWER)
@@ -115,7 +115,7 @@ def test_row_without_readings_of_the_anchor_is_unknown(machine: Machine, out: Pa
     (finding,) = gate.findings
     assert (finding.decision, finding.label) == (Decision.UNKNOWN, "INFRA")
     assert finding.head == "anchor: died of SIGSEGV"
-    assert finding.bad == ("throughput/b/seconds: 3 of 12 sessions with the anchor",)
+    assert finding.candidate == ("throughput/b/seconds: 3 of 12 sessions with the anchor",)
     assert " /envs/anchor -m pytest " in finding.repro
     assert machine.gate(out, WITH_ANCHOR).findings == gate.findings, "judged again from gate.json"
 
@@ -202,7 +202,7 @@ def test_crash_in_the_sessions_with_the_anchor_holds(machine: Machine, tmp_path:
     original, dead = machine._timed, []
 
     def timed(name: str, side: Behaviour, record: Path) -> LaneRun:
-        if name == "bad" and machine.bench.gate.drifted is not None and len(dead) < 5:
+        if name == "candidate" and machine.bench.gate.drifted is not None and len(dead) < 5:
             dead.append(name)
             return original(name, replace(side, signal=11), record)
         return original(name, side, record)

@@ -33,9 +33,9 @@ def record(*judgements: Judgement) -> Record:
     return Record({"lane": "cpu"}, judgements)
 
 
-def gate(good: Judgement, bad: Judgement) -> tuple[Decision, str]:
+def gate(adopted: Judgement, candidate: Judgement) -> tuple[Decision, str]:
     """Return decision and label of the first finding."""
-    found = judge_gate("cpu", Side("torch 2.13.0", record(good)), Side("torch 2.15.0", record(bad)))
+    found = judge_gate("cpu", Side("torch 2.13.0", record(adopted)), Side("torch 2.15.0", record(candidate)))
     return found.decision, found.findings[0].label
 
 
@@ -52,12 +52,12 @@ def kernels(
 
 
 @planted("C39", "a candidate that generates ten times the kernels of the adopted build")
-@pytest.mark.parametrize("adopted", [100, 101])
-def test_worse_value_of_another_build_holds(adopted: int) -> None:
+@pytest.mark.parametrize("value", [100, 101])
+def test_worse_value_of_another_build_holds(value: int) -> None:
     """With 101 kernels for a reviewed 100, the adopted side is red. Its repair does not explain 1000."""
-    good, bad = kernels(adopted, OLD), kernels(1000, NEW)
-    assert (good.red, bad.red) == (adopted != 100, False)
-    assert gate(good, bad) == (Decision.HOLD, "WORSE")
+    adopted, candidate = kernels(value, OLD), kernels(1000, NEW)
+    assert (adopted.red, candidate.red) == (value != 100, False)
+    assert gate(adopted, candidate) == (Decision.HOLD, "WORSE")
 
 
 def test_value_of_another_build_repairs_a_red_adopted_side() -> None:
@@ -66,9 +66,9 @@ def test_value_of_another_build_repairs_a_red_adopted_side() -> None:
 
 def test_acceptance_of_the_adopted_value_excuses_no_worse_one() -> None:
     entries = [accept(KERNELS, 120)]
-    good, bad = kernels(120, OLD, entries), kernels(1000, NEW, entries)
-    assert (bool(good.accepted), bool(bad.accepted)) == (True, False)
-    assert gate(good, bad) == (Decision.HOLD, "WORSE")
+    adopted, candidate = kernels(120, OLD, entries), kernels(1000, NEW, entries)
+    assert (bool(adopted.accepted), bool(candidate.accepted)) == (True, False)
+    assert gate(adopted, candidate) == (Decision.HOLD, "WORSE")
     entries = [accept(KERNELS, 1000)]
     assert gate(kernels(100, OLD, entries), kernels(1000, NEW, entries))[0] is Decision.ADOPT
 
@@ -104,6 +104,6 @@ def test_time_with_an_interval_on_one_side_is_of_another_kind(swap: bool) -> Non
         )
         return Judgement(row, Verdict.PASS, "", tolerance=10.0)
 
-    good, bad = (made(1.0, None), made(9.0, (8.9, 9.1)))[:: -1 if swap else 1]
-    assert timed_rows(record(good), record(bad)) == {}
-    assert gate(good, bad) == (Decision.UNKNOWN, "OTHER KIND")
+    adopted, candidate = (made(1.0, None), made(9.0, (8.9, 9.1)))[:: -1 if swap else 1]
+    assert timed_rows(record(adopted), record(candidate)) == {}
+    assert gate(adopted, candidate) == (Decision.UNKNOWN, "OTHER KIND")

@@ -45,7 +45,7 @@ def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
     With a user's number of sessions: with 8, each must detect it, and with a busy neighbour one may not. Such a
     neighbour also makes the unchanged loop's ratios too wide for SAME; NOT SLOWER is then its true outcome.
     """
-    tree.bad = tree.interpreter("bad", SLOWER="1.05")
+    tree.candidate = tree.interpreter("candidate", SLOWER="1.05")
 
     def sessions() -> int:
         return (
@@ -96,7 +96,7 @@ def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
     disturbed = any(any(raw["timed"][row]["slow"]) for row in TIMED)
     assert disturbed or counts & {look.sessions for look in SessionPlan().looks}
     assert [f["label"] for f in raw["findings"]] == ["SLOWER"]
-    assert f"-> {tree.bad} -m pytest -m cpu -n 0 '{TIMES_TEST}'" in last.out
+    assert f"-> {tree.candidate} -m pytest -m cpu -n 0 '{TIMES_TEST}'" in last.out
     assert "(candidate) against torch" in last.out.splitlines()[-1]
     finished = tree.gate("--resume")
     old = f"; an earlier verdict, started {raw['started']}; nothing was measured now"
@@ -116,14 +116,16 @@ def test_unchanged_pair_is_adopted_with_separate_caches(tree: Tree) -> None:
                 f.write(" " + sys.pycache_prefix)
     """
     tree.tests("import sys\n" + textwrap.dedent(body), "suites/compile/test_caches.py")
-    for side in ("good", "bad"):
+    for side in ("adopted", "candidate"):
         tree.interpreter(side, bytecode={})
     done = tree.gate(*COUNTS)
     assert done.code == 0, done.out + done.err
     assert done.out.startswith("ADOPT: ")
-    good, bad = (set((tree.root / f"caches-{side}").read_text().split()) for side in ("good", "bad"))
-    assert len(good | bad) == 6
-    assert all(path.startswith(str(tree.root / "home" / "compiled")) for path in good | bad)
+    adopted, candidate = (
+        set((tree.root / f"caches-{side}").read_text().split()) for side in ("adopted", "candidate")
+    )
+    assert len(adopted | candidate) == 6
+    assert all(path.startswith(str(tree.root / "home" / "compiled")) for path in adopted | candidate)
     quiet = [line for line in done.err.splitlines() if line]
     assert len(quiet) == 7, "one line per step without a terminal"
 
@@ -160,7 +162,7 @@ FAILURES = {
 def test_broken_candidate_is_one_finding_with_exit_code(tree: Tree, name: str) -> None:
     variables, code, words = FAILURES[name]
     quoted = {k: v.replace("'", '"') for k, v in variables.items()}
-    tree.bad = tree.interpreter("bad", **quoted)
+    tree.candidate = tree.interpreter("candidate", **quoted)
     tree.write("torch/__init__.py", "import os\nexec(os.environ.get('TORCH', ''))\n")
     tree.tests(
         GOOD.replace("    row(", "    if os.environ.get('BREAKS') != 'none': row(").replace(
@@ -181,19 +183,19 @@ def test_selection_without_rows_is_unknown(tree: Tree) -> None:
     assert "NOTHING no row was selected" in done.out
 
 
-PAIR = ("gate", "--lane", "cpu", "--python-bad", sys.executable)
+PAIR = ("gate", "--lane", "cpu", "--python-candidate", sys.executable)
 REFUSALS = {
     "unknown lane 'tpu'; lanes: cpu, h200, h200x2, v6e": ("gate", "--lane", "tpu", "--candidate", "torch==1"),
     "name the candidate: --candidate 'torch==X'": ("gate", "--lane", "cpu"),
-    "or --python-bad PATH": (*PAIR, "--candidate", "torch==1"),
-    "/none: no such interpreter": ("gate", "--lane", "cpu", "--python-bad", "/none"),
-    "--without is for interpreters (--python-bad PATH)": (
+    "or --python-candidate PATH": (*PAIR, "--candidate", "torch==1"),
+    "/none: no such interpreter": ("gate", "--lane", "cpu", "--python-candidate", "/none"),
+    "--without is for interpreters (--python-candidate PATH)": (
         *("gate", "--lane", "cpu", "--candidate", "torch==1", "--without", "fast"),
     ),
     "--without fast: not a kernel wheel of lane cpu (none)": (*PAIR, "--without", "fast"),
     "--adopted cannot be combined with an interpreter for it": (
         *PAIR,
-        "--python-good",
+        "--python-adopted",
         sys.executable,
         "--adopted",
         "torch==1",
@@ -252,7 +254,7 @@ def test_bad_gate_input_is_one_line_and_exit_4(run: Any, words: str) -> None:
 
 def test_folder_of_a_refused_gate_is_used_again(run: Any, tree: Tree) -> None:
     """pytest rejects the selection after the canaries have written their records."""
-    tree.write("g/canaries-good.json", "{}")
+    tree.write("g/canaries-adopted.json", "{}")
     code, _, err = run(*PAIR, "--out", "g", "--resume", "--", "suites/canaries", "--no-such-option")
     assert code == 4
     assert "pytest rejects the selection: unrecognized arguments: --no-such-option" in err
@@ -264,8 +266,8 @@ def test_interpreter_without_kernel_wheels_is_refused(run: Any, tree: Tree) -> N
     code, out, err = run(*tree.sides())
     assert (code, out) == (4, "")
     assert err.splitlines() == [
-        f"bumpgate: {tree.good} lacks fast, faster of lane cpu: install them (bumpgate wheels plan --lane cpu"
-        f" --python {tree.good} lists which fit), or add, if that is intended: --without fast --without faster"
+        f"bumpgate: {tree.adopted} lacks fast, faster of lane cpu: install them (bumpgate wheels plan --lane cpu"
+        f" --python {tree.adopted} lists which fit), or add, if that is intended: --without fast --without faster"
     ]
     assert not (tree.root / "g" / result.NAME).exists()
     code, _, err = run(*tree.sides(), "--without", "fast")
@@ -290,7 +292,7 @@ def test_kernel_wheels_named_with_without_are_not_required(
     monkeypatch.setattr("sys.argv", ["bumpgate", *tree.sides(), "--without", "Fast", "--without", "faster"])
     with pytest.raises(StopGateError):
         cli.main()
-    absent = json.loads(places["bad"].variables["BUMPGATE_ABSENT"])
+    absent = json.loads(places["candidate"].variables["BUMPGATE_ABSENT"])
     assert absent["fast"] == "fast is not installed (--without)"
 
 
@@ -304,7 +306,7 @@ def test_environment_that_cannot_be_built_is_unknown(
     monkeypatch.setattr(gate, "build", refuse)
     monkeypatch.setattr(gate, "lane_request", lambda *_, **__: None)
     code, out, _ = run(
-        "gate", "--lane", "cpu", "--python-good", str(tree.good), "--candidate", "torch==99", *COUNTS
+        "gate", "--lane", "cpu", "--python-adopted", str(tree.adopted), "--candidate", "torch==99", *COUNTS
     )
     assert code == 125
     assert "INFRA torch==99: there is no version of torch==99" in out
@@ -331,7 +333,11 @@ def test_full_disk_is_one_line_and_keeps_measurements(
     assert "--out g --resume -- suites/canaries suites/compile" in err
     kept = result.read(tree.root / "g", SessionPlan())
     assert kept
-    assert (kept.finished, kept.sides["good"].canaries, kept.sides["bad"].canaries) == (False, {}, {})
+    assert (kept.finished, kept.sides["adopted"].canaries, kept.sides["candidate"].canaries) == (
+        False,
+        {},
+        {},
+    )
 
 
 def test_second_gate_reports_the_process_it_waits_for(tree: Tree) -> None:
@@ -379,7 +385,7 @@ def test_resume_refuses_another_build_of_one_version(
     """A torch that is built again from another commit keeps its version, such as 2.15.0a0."""
     commit = {"torch": "a" * 40}
     monkeypatch.setattr(bench, "installed", lambda python, *_: Installed({"torch": "2.15.0a0"}, dict(commit)))
-    config = GateConfig("cpu", python_bad="/envs/bad")
+    config = GateConfig("cpu", python_candidate="/envs/candidate")
     made = machine.prepare(tmp_path / "gate", config)
 
     def interrupted() -> None:

@@ -65,7 +65,7 @@ def test_lanes_of_both_sides_run_at_once_on_their_gpus(calls: Calls, machine: Ma
     gate = machine.gate(out, ON_GPU, shares=FOUR)
     assert gate.decision is Decision.ADOPT
     found = calls.table("CUDA_VISIBLE_DEVICES", "BUMPGATE_SHARE")
-    both = [("good", "0,1", "[0, 1, 2, 3]"), ("bad", "2,3", "[4, 5, 6, 7]")]
+    both = [("adopted", "0,1", "[0, 1, 2, 3]"), ("candidate", "2,3", "[4, 5, 6, 7]")]
     assert found[:2] == [both, both], "the canaries, then the lane"
 
 
@@ -73,7 +73,7 @@ def test_lanes_on_three_gpus_have_equal_machines(calls: Calls, machine: Machine,
     """The third GPU is idle until the sessions, each of which runs on one GPU."""
     machine.gate(out, ON_GPU, shares=divide(["0", "1", "2"], 1, range(24)))
     found = calls.table("CUDA_VISIBLE_DEVICES", "BUMPGATE_SHARE")
-    both = [("good", "0", str([*range(8)])), ("bad", "1", str([*range(8, 16)]))]
+    both = [("adopted", "0", str([*range(8)])), ("candidate", "1", str([*range(8, 16)]))]
     assert found[:2] == [both, both]
     assert [call[1] for call in found[2]] == ["0", "1", "2"]
 
@@ -82,17 +82,22 @@ def test_sessions_run_at_once_and_in_order(calls: Calls, machine: Machine, out: 
     """They have the orders AB, BA, BA, AB and the caches that they would have one after the other."""
     gate = machine.gate(out, ON_GPU, shares=FOUR)
     first, second, *later = calls.table("CUDA_VISIBLE_DEVICES")[2:]
-    assert first == [("good", "0"), ("bad", "1"), ("bad", "2"), ("good", "3")]
-    assert second == [("bad", "0"), ("good", "1"), ("good", "2"), ("bad", "3")]
+    assert first == [("adopted", "0"), ("candidate", "1"), ("candidate", "2"), ("adopted", "3")]
+    assert second == [("candidate", "0"), ("adopted", "1"), ("adopted", "2"), ("candidate", "3")]
     assert later == [first, second], "SAME after 8 sessions"
     assert gate.paired is not None
     assert (gate.paired.started, [len(x) for x in gate.paired.log_ratios.values()]) == (8, [8])
     names = [call.record.name for call in calls.at_once[2]]
-    assert names == ["timed-good-0.json", "timed-bad-1.json", "timed-bad-2.json", "timed-good-3.json"]
+    assert names == [
+        "timed-adopted-0.json",
+        "timed-candidate-1.json",
+        "timed-candidate-2.json",
+        "timed-adopted-3.json",
+    ]
 
 
 def test_slower_row_is_held_on_several_gpus(machine: Machine, out: Path) -> None:
-    machine.sides["bad"].slower = {"throughput/b/seconds": 1.05}
+    machine.sides["candidate"].slower = {"throughput/b/seconds": 1.05}
     assert labels(machine.gate(out, ON_GPU, shares=FOUR)) == [("HOLD", "SLOWER")]
 
 
@@ -101,30 +106,32 @@ def test_further_caches_are_filled_by_all_gpus(calls: Calls, machine: Machine, o
     made = machine.prepare(out, ON_GPU, shares=FOUR)
     made.env_specs = {
         name: EnvSpec(Path(f"/envs/{name}"), machine.caches(name), more=(machine.caches(f"{name} 2"),))
-        for name in ("good", "bad")
+        for name in ("adopted", "candidate")
     }
     for spec in made.env_specs.values():
         spec.mark_filled(0, None)
     sessions = Sessions({f"a/{i}/s": f"t.py::test_{i}" for i in range(9)}, None, 2, cache_pairs=2)
-    calls.dying = {"warm-good-1-0.json", "warm-good-1-2.json"}
+    calls.dying = {"warm-adopted-1-0.json", "warm-adopted-1-2.json"}
     timed_runs.TimedRuns(made).warm(sessions)
     variables = ("CUDA_VISIBLE_DEVICES", "CACHE", "BUMPGATE_ROUNDS", "BUMPGATE_UNTIMED")
-    expected = [("good", gpu, "good 2", "1", "1") for gpu in ("0", "1") * 4]
-    expected += [("bad", gpu, "bad 2", "1", "1") for gpu in ("2", "3") * 4]
+    expected = [("adopted", gpu, "adopted 2", "1", "1") for gpu in ("0", "1") * 4]
+    expected += [("candidate", gpu, "candidate 2", "1", "1") for gpu in ("2", "3") * 4]
     assert calls.table(*variables) == [expected]
     selections = [[test[-1] for test in call.selection[2:]] for call in calls.at_once[0]]
     assert selections == [["0", "8"], *([str(i)] for i in range(1, 8))] * 2
     printed = (out / "output.txt").read_text()
-    lost = "6 of 8 processes ended, not: warm-good-1-0.log, warm-good-1-2.log\n"
+    lost = "6 of 8 processes ended, not: warm-adopted-1-0.log, warm-adopted-1-2.log\n"
     assert re.search(f"adopted: compile cache 2 filled; [0-9]+ s; {lost}", printed)
     assert re.search("candidate: compile cache 2 filled; [0-9]+ s\n", printed)
     calls.at_once.clear()
-    timed_runs.TimedRuns(made).sessions(sessions, "good")
+    timed_runs.TimedRuns(made).sessions(sessions, "adopted")
     variables = ("CACHE", "BUMPGATE_UNTIMED", "BUMPGATE_SESSION")
     caches = [[call[1:] for call in at_once] for at_once in calls.table(*variables)]
     rows = out / "paired_rows.json"
     assert json.loads(rows.read_text()) == [f"a/{i}/s" for i in range(9)]
-    assert caches[0] == [(cache, "", str(rows)) for cache in ("good", "bad 2", "bad", "good 2")]
+    assert caches[0] == [
+        (cache, "", str(rows)) for cache in ("adopted", "candidate 2", "candidate", "adopted 2")
+    ]
 
 
 def test_resumed_gate_fills_all_caches_at_once(calls: Calls, machine: Machine, out: Path) -> None:
@@ -132,19 +139,19 @@ def test_resumed_gate_fills_all_caches_at_once(calls: Calls, machine: Machine, o
     made = machine.prepare(out, ON_GPU, shares=FOUR)
     made.env_specs = {
         name: EnvSpec(Path(f"/envs/{name}"), machine.caches(name), more=(machine.caches(f"{name} 2"),))
-        for name in ("good", "bad")
+        for name in ("adopted", "candidate")
     }
     sessions = Sessions({"a/0/s": "t.py::test_0", "a/1/s": "t.py::test_1"}, None, 2, cache_pairs=2)
     timed_runs.TimedRuns(made).warm(sessions)
-    gpus = {"good": ("0", "1"), "bad": ("2", "3")}
+    gpus = {"adopted": ("0", "1"), "candidate": ("2", "3")}
     expected = [(name, gpu, name + more) for name in gpus for more in ("", " 2") for gpu in gpus[name]]
     assert calls.table("CUDA_VISIBLE_DEVICES", "CACHE") == [expected]
     names = [call.record.name for call in calls.at_once[0]]
     assert names[:4] == [
-        "warm-good-0-0.json",
-        "warm-good-0-1.json",
-        "warm-good-1-0.json",
-        "warm-good-1-1.json",
+        "warm-adopted-0-0.json",
+        "warm-adopted-0-1.json",
+        "warm-adopted-1-0.json",
+        "warm-adopted-1-1.json",
     ]
     assert all(spec.is_filled(pair, None) for spec in made.env_specs.values() for pair in (0, 1))
 
@@ -152,7 +159,7 @@ def test_resumed_gate_fills_all_caches_at_once(calls: Calls, machine: Machine, o
 def test_two_gpus_of_a_lane_that_needs_two_are_one_share(calls: Calls, machine: Machine, out: Path) -> None:
     machine.gate(out, ON_GPU, shares=divide(["0", "1"], 2, range(4)))
     found = calls.table("CUDA_VISIBLE_DEVICES")
-    assert found[2:4] == [[("good", "0,1")], [("bad", "0,1")]], "one side after the other"
+    assert found[2:4] == [[("adopted", "0,1")], [("candidate", "0,1")]], "one side after the other"
 
 
 @pytest.mark.long(40)
@@ -169,14 +176,14 @@ def test_command_uses_all_gpus_of_the_host(tree: Tree) -> None:
     cpu = load(root / "baselines/cpu.json", "cpu")
     rows = {id: replace(row, test=row.test.replace("cpu", "h200")) for id, row in cpu.rows.items()}
     save(root / "baselines/h200.json", replace(cpu, lane="h200", rows=rows))
-    sides = ("--python-good", str(tree.good), "--python-bad", str(tree.bad), "--out", "g")
+    sides = ("--python-adopted", str(tree.adopted), "--python-candidate", str(tree.candidate), "--out", "g")
     ran = tree.bumpgate("gate", "--lane", "h200", *sides, "--gpus", "4,7", "--sessions", "6")
     # Loops of a busy machine may differ by more than 6 sessions can call SAME.
     assert ran.code in (Decision.ADOPT.value, Decision.UNKNOWN.value), ran.out + ran.err
     assert {f["label"] for f in tree.raw()["findings"]} <= {"INCONCLUSIVE"}, ran.out + ran.err
     lines = (root / "gpus").read_text().splitlines()
     lanes_of, fill, *sessions = [sorted(lines[i : i + 2]) for i in range(0, len(lines), 2)]
-    one, other = ["4 good", "7 bad"], ["4 bad", "7 good"]
+    one, other = ["4 adopted", "7 candidate"], ["4 candidate", "7 adopted"]
     assert (lanes_of, fill) == (one, one), "the lanes, and the second pair of caches"
     assert sessions == [one, other, other, one, one, other]
     assert tree.raw()["sessions"]["started"] == 6
@@ -198,24 +205,27 @@ def test_lost_process_ends_only_its_session() -> None:
         return [TimedReading(lost="died") if i else TimedReading({"a/b/s": 2.0}) for i, _, _ in calls]
 
     sessions.run_several(processes, 2)
-    assert asked == [[(0, "good"), (1, "bad")], [(0, "bad")]]
+    assert asked == [[(0, "adopted"), (1, "candidate")], [(0, "candidate")]]
     assert (sessions.log_ratios, sessions.started) == ({"a/b/s": [0.0]}, 2)
-    assert (sessions.lost, sessions.lost_processes) == ("bad: died", {"t": {"good": 0, "bad": 1}})
+    assert (sessions.lost, sessions.lost_processes) == (
+        "candidate: died",
+        {"t": {"adopted": 0, "candidate": 1}},
+    )
 
 
 def test_resumed_gate_fills_the_caches_of_another_machine(calls: Calls, machine: Machine, out: Path) -> None:
     """It also fills caches again that another work tree filled."""
     machine.gate(out, ON_GPU, deadline=0.0)
     calls.at_once.clear()
-    for name in ("good", "bad"):
+    for name in ("adopted", "candidate"):
         machine.prepare(out, ON_GPU).env_specs[name].mark_filled(0, Binding("1", "another tree"))
     gate = machine.gate(out, ON_GPU)
     names = [[call.record.name for call in at_once] for at_once in calls.at_once]
     assert names[:4] == [
-        ["warm-good-0-0.json"],
-        ["warm-bad-0-0.json"],
-        ["timed-good-0.json"],
-        ["timed-bad-0.json"],
+        ["warm-adopted-0-0.json"],
+        ["warm-candidate-0-0.json"],
+        ["timed-adopted-0.json"],
+        ["timed-candidate-0.json"],
     ]
     assert (out / "output.txt").read_text().count("compile cache 1 filled") == 2
     assert gate.decision is Decision.ADOPT

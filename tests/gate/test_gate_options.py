@@ -30,9 +30,9 @@ def test_step(row, request):
     mode, side = request.config.getoption("--mode"), os.environ["SIDE"]
     with open("modes.log", "a") as log:
         print(side, mode, file=log)
-    row("speed/step/seconds", 1.5 if side == "bad" and mode == "fp8" else 1.0, unit="s", witness=1, {kind})
+    row("speed/step/seconds", 1.5 if side == "candidate" and mode == "fp8" else 1.0, unit="s", witness=1, {kind})
 """
-SIDES = ("--python-good", ".good/python", "--python-bad", ".bad/python")
+SIDES = ("--python-adopted", ".adopted/python", "--python-candidate", ".candidate/python")
 GATE = ("gate", "--lane", "mine", *SIDES, "--sessions", "8")
 FP8 = ("--", "--mode", "fp8", "tests")
 
@@ -41,7 +41,7 @@ FP8 = ("--", "--mode", "fp8", "tests")
 def project(tmp_path: Path) -> Foreign:
     """A project whose candidate is 1.5 times as slow with --mode fp8."""
     made = Foreign(tmp_path)
-    for side in ("good", "bad"):
+    for side in ("adopted", "candidate"):
         python = f".{side}/python"
         made.write(python, wrapped_python(SIDE=side))
         (tmp_path / python).chmod(0o755)
@@ -76,7 +76,7 @@ def test_resumed_gate_needs_both_environments(project: Foreign) -> None:
     """If one does not start any more, the gate ends with one line and keeps what it measured."""
     first = project.bumpgate(*GATE, "--budget", "0", *FP8)
     assert first.code == 125, first.out + first.err
-    python = project.root / ".bad/python"
+    python = project.root / ".candidate/python"
     python.write_text("#!/bin/sh\necho libcudart.so.13: cannot open >&2; exit 1\n")
     again = project.bumpgate(*GATE, "--resume", *FP8)
     assert (again.code, again.out) == (4, ""), again.out + again.err

@@ -70,7 +70,7 @@ def test_tree_changed_during_the_gate_is_unknown(tree: Tree) -> None:
     done = tree.gate(*COUNTS)
     assert done.code == 125, done.out + done.err
     assert (
-        "INFRA the work tree changed while the gate measured (tree: suites/compile/helper_bad.py, "
+        "INFRA the work tree changed while the gate measured (tree: suites/compile/helper_adopted.py, "
         in done.out
     )
     assert "-> bumpgate gate --lane cpu" in done.out
@@ -100,8 +100,8 @@ CHANGES = {
     "log of a job": ("slurm-1.out", ""),
     "ignored file": ("build/x.py", ""),
     "result of a run": ("record.json", ""),
-    "own output": ("out/bad.json", ""),
-    "another gate": ("other/bad.json", ""),
+    "own output": ("out/candidate.json", ""),
+    "another gate": ("other/candidate.json", ""),
 }
 
 

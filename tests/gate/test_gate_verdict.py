@@ -44,9 +44,9 @@ def side(name: str, *judgements: Judgement, **fields: object) -> Side:
 
 
 def gate(
-    good: list[Judgement], bad: list[Judgement], timed: Mapping[str, Timed] | None = None
+    adopted: list[Judgement], candidate: list[Judgement], timed: Mapping[str, Timed] | None = None
 ) -> GateVerdict:
-    return judge_gate("cpu", side("torch 2.13.0", *good), side("torch 2.14.0", *bad), timed)
+    return judge_gate("cpu", side("torch 2.13.0", *adopted), side("torch 2.14.0", *candidate), timed)
 
 
 def paired(outcome: TimedOutcome, ratio: float = 1.0, sessions: int = 12) -> Timed:
@@ -97,13 +97,15 @@ def measured(row_verdict: Verdict | None) -> list[Judgement]:
 
 
 @pytest.mark.parametrize(
-    ("good", "bad", "expected"),
+    ("adopted", "candidate", "expected"),
     [(g, b, cell) for g, line in TABLE.items() for b, cell in zip(COLUMNS, line.split())],
 )
-def test_decision_for_each_pair_of_row_verdicts(good: Verdict, bad: Verdict | None, expected: str) -> None:
+def test_decision_for_each_pair_of_row_verdicts(
+    adopted: Verdict, candidate: Verdict | None, expected: str
+) -> None:
     # A second row that passes on both sides: the first one decides.
     right = judged(P, row("compile/other/recompiles"))
-    result = gate([*measured(good), right], [*measured(bad), right])
+    result = gate([*measured(adopted), right], [*measured(candidate), right])
     assert result.decision is {"A": ADOPT, "H": HOLD, "U": UNKNOWN}[expected]
     assert result.exit_code == {"A": 0, "H": 1, "U": 125}[expected]
 
@@ -160,8 +162,8 @@ def test_gap_in_the_evidence_is_unknown(name: str) -> None:
 @pytest.mark.parametrize("name", GAPS)
 def test_sides_without_gaps_are_adopted(name: str) -> None:
     """Only the gaps above decide, nothing else in these sides."""
-    good, bad = (Side(s.name, Record({"lane": "cpu"}, tuple(right))) for s in GAPS[name])
-    assert judge_gate("cpu", good, bad) == GateVerdict(ADOPT, ())
+    adopted, candidate = (Side(s.name, Record({"lane": "cpu"}, tuple(right))) for s in GAPS[name])
+    assert judge_gate("cpu", adopted, candidate) == GateVerdict(ADOPT, ())
 
 
 def test_mutant_without_side_checks_adopts_a_broken_canary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,8 +172,8 @@ def test_mutant_without_side_checks_adopts_a_broken_canary(monkeypatch: pytest.M
 
 
 def test_failed_test_only_in_the_candidate_holds() -> None:
-    bad = side("b", *right, problems=("x.py::t: AttributeError: gone",))
-    result = judge_gate("cpu", side("a", *right), bad)
+    candidate = side("b", *right, problems=("x.py::t: AttributeError: gone",))
+    result = judge_gate("cpu", side("a", *right), candidate)
     assert result.decision is HOLD
     assert one(result).repro == "pytest -m cpu -n 0 x.py::t"
     cut = side("b", *right, problems=("the run was cut short: 3 of 9 tests did not finish",), complete=False)
@@ -185,8 +187,8 @@ def test_row_lost_by_an_incomplete_run_does_not_hold() -> None:
 
 
 def test_regression_outweighs_a_gap() -> None:
-    bad = side("b", judged(R), canaries={"timer": "coarse"})
-    result = judge_gate("cpu", side("a", *right), bad)
+    candidate = side("b", judged(R), canaries={"timer": "coarse"})
+    result = judge_gate("cpu", side("a", *right), candidate)
     assert [f.decision for f in result.findings] == [HOLD, UNKNOWN]
     assert result.exit_code == 1
 
@@ -218,19 +220,19 @@ def test_timed_row_without_sessions_is_unknown() -> None:
     timed = {"a/b/seconds": never}
     found = one(gate(right, right, timed))
     assert found.decision is UNKNOWN
-    assert found.bad == ("a/b/seconds: not measured",)
+    assert found.candidate == ("a/b/seconds: not measured",)
 
 
 @pytest.mark.parametrize("row_verdict", [R, W, X])
 def test_paired_sessions_replace_the_stored_time(row_verdict: Verdict) -> None:
     made = row("throughput/nam52/seconds", 1.2, better="lower", interval=(1.1, 1.3), unit="s")
-    good, bad = [judged(P, made)], [judged(row_verdict, made)]
-    assert gate(good, bad, {made.id: paired(TimedOutcome.SAME)}) == GateVerdict(ADOPT, ())
-    assert gate(good, bad).decision is {R: HOLD, W: ADOPT, X: UNKNOWN}[row_verdict]
+    adopted, candidate = [judged(P, made)], [judged(row_verdict, made)]
+    assert gate(adopted, candidate, {made.id: paired(TimedOutcome.SAME)}) == GateVerdict(ADOPT, ())
+    assert gate(adopted, candidate).decision is {R: HOLD, W: ADOPT, X: UNKNOWN}[row_verdict]
     # A derived expectation applies to a timed row as well, and so does a canary.
     bound = replace(made, at_most=1.0)
     assert gate([judged(P, made)], [judged(R, bound)], {made.id: paired(TimedOutcome.SAME)}).decision is HOLD
-    assert gate(good, [judged(N, made)], {made.id: paired(TimedOutcome.SAME)}).decision is UNKNOWN
+    assert gate(adopted, [judged(N, made)], {made.id: paired(TimedOutcome.SAME)}).decision is UNKNOWN
 
 
 def test_unmeasured_timed_row_is_decided_by_sessions() -> None:
@@ -243,7 +245,7 @@ def test_drift_holds_the_candidate() -> None:
     drift = Drift(date(2026, 1, 5), date(2026, 2, 9), 1.041)
     result = judge_gate("cpu", side("a", *right), side("b", *right), drifts={"a/b/seconds": drift})
     assert result.decision is HOLD
-    assert one(result).bad == ("a/b/seconds: +4.1 %, rising since 2026-01-05, called 2026-02-09",)
+    assert one(result).candidate == ("a/b/seconds: +4.1 %, rising since 2026-01-05, called 2026-02-09",)
 
 
 def breaks(case: str, *evidence: str, value: int = 14) -> Row:
@@ -253,48 +255,51 @@ def breaks(case: str, *evidence: str, value: int = 14) -> Row:
 def test_rows_with_one_cause_are_one_finding() -> None:
     known = ("call to print at a.py:3", "call to print at a.py:3")
     new = "data-dependent branch at moe.py:88 <object at 0x7f2a>"
-    good = [judged(P, breaks(case, *known, value=13)) for case in "abc"]
-    bad = [judged(C, breaks(case, *known, new)) for case in "ab"]
-    bad += [judged(C, breaks("c", known[0], "generic break at mla.py:5"))]
-    result = gate(good, bad)
+    adopted = [judged(P, breaks(case, *known, value=13)) for case in "abc"]
+    candidate = [judged(C, breaks(case, *known, new)) for case in "ab"]
+    candidate += [judged(C, breaks("c", known[0], "generic break at mla.py:5"))]
+    result = gate(adopted, candidate)
     assert [f.rows for f in result.findings] == [
         ("compile/a/graph_breaks", "compile/b/graph_breaks"),
         ("compile/c/graph_breaks",),
     ]
     first, second = result.findings
     assert first.head == "data-dependent branch at moe.py:88 <object at 0x_>"
-    assert first.good == ("compile/a/graph_breaks: 13 breaks", "compile/b/graph_breaks: 13 breaks")
-    assert first.bad[:2] == ("compile/a/graph_breaks: 14 breaks (C6)", first.head)
+    assert first.adopted == ("compile/a/graph_breaks: 13 breaks", "compile/b/graph_breaks: 13 breaks")
+    assert first.candidate[:2] == ("compile/a/graph_breaks: 14 breaks (C6)", first.head)
     assert first.repro == f"pytest -m cpu -n 0 '{TEST}'"
-    assert second.good == ("compile/c/graph_breaks: 13 breaks", known[0])
+    assert second.adopted == ("compile/c/graph_breaks: 13 breaks", known[0])
 
 
 def test_grouping_ignores_addresses_and_separates_metrics() -> None:
-    good = [judged(P, row(f"compile/{c}/{m}")) for c in "ab" for m in ("breaks", "recompiles")]
-    bad = [
+    adopted = [judged(P, row(f"compile/{c}/{m}")) for c in "ab" for m in ("breaks", "recompiles")]
+    candidate = [
         judged(C, row(f"compile/{c}/{m}", 20, evidence=(f"guard on 0x{c * 4}",)))
         for c in "ab"
         for m in ("breaks", "recompiles")
     ]
-    assert [(f.metric, len(f.rows)) for f in gate(good, bad).findings] == [("breaks", 2), ("recompiles", 2)]
+    assert [(f.metric, len(f.rows)) for f in gate(adopted, candidate).findings] == [
+        ("breaks", 2),
+        ("recompiles", 2),
+    ]
 
 
 def test_removed_evidence_is_the_cause() -> None:
-    good = [judged(P, breaks("a", "kernel fused_add", "kernel mm"))]
-    bad = [judged(C, breaks("a", "kernel mm"))]
-    assert one(gate(good, bad)).head == "gone: kernel fused_add"
+    adopted = [judged(P, breaks("a", "kernel fused_add", "kernel mm"))]
+    candidate = [judged(C, breaks("a", "kernel mm"))]
+    assert one(gate(adopted, candidate)).head == "gone: kernel fused_add"
 
 
 def test_rows_lost_by_one_failure_are_one_finding() -> None:
     """Independent of metric and test: the reason is the cause."""
     ids = ["kernels/mla/forward_error_ratio", "kernels/mla/gradient_error_ratio"]
-    good = [judged(P, row(id)) for id in ids]
-    bad = []
+    adopted = [judged(P, row(id)) for id in ids]
+    candidate = []
     for n, id in enumerate(ids):
         test = f"suites/kernels/test_mla.py::test_{n}"
         reason = f"not reported by {test}: AttributeError: no mla"
-        bad.append(judged(M, replace(gone(id), test=test), reason))
-    found = one(gate(good, bad))
+        candidate.append(judged(M, replace(gone(id), test=test), reason))
+    found = one(gate(adopted, candidate))
     assert found.rows == tuple(ids)
     assert found.head == "not reported by its test: AttributeError: no mla"
 
@@ -302,18 +307,18 @@ def test_rows_lost_by_one_failure_are_one_finding() -> None:
 def test_row_red_on_both_sides_is_unknown_with_both_values() -> None:
     found = one(gate([judged(C, row(value=14))], [judged(C, row(value=15))]))
     assert (found.decision, found.label) == (UNKNOWN, "RED IN BOTH")
-    assert found.good[0].endswith("14 breaks (C6)")
-    assert found.bad[0].endswith("15 breaks (C6)")
+    assert found.adopted[0].endswith("14 breaks (C6)")
+    assert found.candidate[0].endswith("15 breaks (C6)")
     assert found.repro == "bumpgate rebaseline --lane cpu"
 
 
 def test_canary_and_its_dependent_rows_are_one_finding() -> None:
-    bad = side(
+    candidate = side(
         "b", judged(N, reason="instrument breaks: read 2, knows 1"), canaries={"breaks": "read 2, knows 1"}
     )
-    found = one(judge_gate("cpu", side("a", *right), bad))
+    found = one(judge_gate("cpu", side("a", *right), candidate))
     assert found.rows == (row().id,)
-    assert found.bad[0] == "b: instrument breaks: read 2, knows 1"
+    assert found.candidate[0] == "b: instrument breaks: read 2, knows 1"
 
 
 def test_per_build_value_does_not_hold() -> None:
@@ -334,7 +339,7 @@ def defect(value: int, inside: bool, row_verdict: Verdict) -> Judgement:
 
 
 @pytest.mark.parametrize(
-    ("good", "bad", "expected"),
+    ("adopted", "candidate", "expected"),
     [
         ((1, True, P), (1, True, P), None),
         ((0, False, P), (0, False, P), None),
@@ -348,9 +353,11 @@ def defect(value: int, inside: bool, row_verdict: Verdict) -> Judgement:
     ],
 )
 def test_defect_rows_compare_presence(
-    good: tuple[int, bool, Verdict], bad: tuple[int, bool, Verdict], expected: tuple[Decision, str] | None
+    adopted: tuple[int, bool, Verdict],
+    candidate: tuple[int, bool, Verdict],
+    expected: tuple[Decision, str] | None,
 ) -> None:
-    found = gate([defect(*good)], [defect(*bad)]).findings
+    found = gate([defect(*adopted)], [defect(*candidate)]).findings
     assert [(f.decision, f.label) for f in found] == ([expected] if expected else [])
 
 
@@ -368,10 +375,14 @@ def compiled(number: int, **fields: object) -> Judgement:
 
 
 def test_tier_only_in_the_candidate_is_new() -> None:
-    bad = [judged(P), *(compiled(n) for n in range(3)), compiled(3, value=76, expected=0, better="derived")]
-    finding = one(gate([judged(P)], bad))
+    candidate = [
+        judged(P),
+        *(compiled(n) for n in range(3)),
+        compiled(3, value=76, expected=0, better="derived"),
+    ]
+    finding = one(gate([judged(P)], candidate))
     assert (finding.decision, finding.label, len(finding.rows)) == (ADOPT, "NEW", 4)
-    assert finding.bad == ("4 rows, 1 of them against what their tests derive",)
+    assert finding.candidate == ("4 rows, 1 of them against what their tests derive",)
 
 
 def test_gate_with_only_new_rows_compares_nothing() -> None:
@@ -384,8 +395,8 @@ def test_tier_collected_by_both_sides_is_compared() -> None:
 
 
 def test_tier_is_not_new_if_the_adopted_run_is_incomplete() -> None:
-    good = side("torch 2.13.0", judged(P), complete=False)
-    assert judge_gate("cpu", good, side("torch 2.14.0", judged(P), compiled(1))).decision is UNKNOWN
+    adopted = side("torch 2.13.0", judged(P), complete=False)
+    assert judge_gate("cpu", adopted, side("torch 2.14.0", judged(P), compiled(1))).decision is UNKNOWN
 
 
 def test_record_of_another_lane_is_refused() -> None:

@@ -48,38 +48,38 @@ def runner(
 
 
 def measured_again(machine: Machine) -> bool:
-    return "all:good" in machine.processes
+    return "all:adopted" in machine.processes
 
 
 def test_second_gate_takes_the_kept_run(machine: Machine, tmp_path: Path) -> None:
     first = runner(machine, tmp_path / "first")
     assert measured_again(machine)
-    assert first.gate.sides["good"].kept == ""
+    assert first.gate.sides["adopted"].kept == ""
     second = runner(machine, tmp_path / "second")
     assert not measured_again(machine)
-    assert machine.processes[:3] == ["suites/canaries:good", "suites/canaries:bad", "all:bad"]
-    assert {"timed:good", "timed:bad"} <= set(machine.processes)
+    assert machine.processes[:3] == ["suites/canaries:adopted", "suites/canaries:candidate", "all:candidate"]
+    assert {"timed:adopted", "timed:candidate"} <= set(machine.processes)
     assert second.gate.decision is Decision.ADOPT
-    started = read_record(tmp_path / "first" / "good.json").provenance["started"]
-    assert second.gate.sides["good"].kept == started
+    started = read_record(tmp_path / "first" / "adopted.json").provenance["started"]
+    assert second.gate.sides["adopted"].kept == started
     assert f"its run of {started}: same tree" in (tmp_path / "second" / "output.txt").read_text()
     found = gate_file.read(tmp_path / "second" / result.NAME)
     assert isinstance(found, gate_file.GateFile)
-    assert found.good.record == read_record(tmp_path / "first" / "good.json")
+    assert found.adopted.record == read_record(tmp_path / "first" / "adopted.json")
 
 
 @planted("D6", "the candidate counts another value, next to a kept run of the adopted build")
 def test_candidate_is_compared_with_the_kept_run(machine: Machine, tmp_path: Path) -> None:
-    machine.sides["good"].counts = machine.sides["bad"].counts = (count(13),)
+    machine.sides["adopted"].counts = machine.sides["candidate"].counts = (count(13),)
     runner(machine, tmp_path / "first")
-    machine.sides["bad"].counts = (count(14),)
+    machine.sides["candidate"].counts = (count(14),)
     found = runner(machine, tmp_path / "second").gate
     assert not measured_again(machine)
     assert found.decision is Decision.HOLD
 
 
 def another_package(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.sides["good"].packages = {"numpy": "2.5.0"}
+    machine.sides["adopted"].packages = {"numpy": "2.5.0"}
 
 
 def another_host(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def another_bumpgate(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lost_cache(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    (machine.root.parent / "cache-good").rmdir()
+    (machine.root.parent / "cache-adopted").rmdir()
 
 
 def damaged_file(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,14 +174,14 @@ def test_run_of_a_users_interpreter_is_not_kept(machine: Machine, tmp_path: Path
 
 
 def test_disturbed_run_is_not_kept(machine: Machine, tmp_path: Path) -> None:
-    machine.sides["good"].counts = (gone(Verdict.INCONCLUSIVE, "noise", TIME_TEST),)
+    machine.sides["adopted"].counts = (gone(Verdict.INCONCLUSIVE, "noise", TIME_TEST),)
     runner(machine, tmp_path / "first")
     assert not list(kept.folder().glob("*.json"))
 
 
 def test_run_with_times_of_another_host_class_is_kept(machine: Machine, tmp_path: Path) -> None:
     """They are inconclusive there in every run, and the sessions judge them."""
-    machine.sides["good"].counts = (replace(gone(Verdict.INCONCLUSIVE, "another host"), explains=True),)
+    machine.sides["adopted"].counts = (replace(gone(Verdict.INCONCLUSIVE, "another host"), explains=True),)
     runner(machine, tmp_path / "first")
     runner(machine, tmp_path / "second")
     assert not measured_again(machine)
@@ -214,6 +214,6 @@ def test_candidate_alone_runs_on_its_half_of_the_gpus(
         seen.clear()
         made = runner(machine, tmp_path / out)
         assert measured_again(machine) == (out == "first")
-        assert ("bad", "2,3") in seen
-        assert ("bad", "0,1,2,3") not in seen
+        assert ("candidate", "2,3") in seen
+        assert ("candidate", "0,1,2,3") not in seen
         assert made.gate.decision is Decision.ADOPT

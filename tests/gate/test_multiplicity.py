@@ -71,10 +71,10 @@ def test_adjusting_keeps_the_order_and_never_lowers_a_p_value(family: dict[str, 
 
 
 @pytest.mark.parametrize("adjust", [holm, benjamini_hochberg])
-@pytest.mark.parametrize("bad", [-0.1, 1.1, math.nan, math.inf])
-def test_adjusting_refuses_values_outside_0_to_1(adjust: Adjust, bad: float) -> None:
+@pytest.mark.parametrize("candidate", [-0.1, 1.1, math.nan, math.inf])
+def test_adjusting_refuses_values_outside_0_to_1(adjust: Adjust, candidate: float) -> None:
     with pytest.raises(ValueError, match=r"row: a p-value lies in \[0, 1\]"):
-        adjust({"row": bad})
+        adjust({"row": candidate})
 
 
 @pytest.mark.parametrize("adjust", [holm, benjamini_hochberg])

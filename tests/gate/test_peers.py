@@ -26,12 +26,12 @@ def own(value: float = 2.0, verdict: Verdict = Verdict.PASS) -> Judgement:
     return Judgement(row, verdict, "")
 
 
-def records(good: list[Judgement], bad: list[Judgement]) -> tuple[Record, Record]:
-    return Record({"lane": "cpu"}, tuple(good)), Record({"lane": "cpu"}, tuple(bad))
+def records(adopted: list[Judgement], candidate: list[Judgement]) -> tuple[Record, Record]:
+    return Record({"lane": "cpu"}, tuple(adopted)), Record({"lane": "cpu"}, tuple(candidate))
 
 
-def gate(good: list[Judgement], bad: list[Judgement]) -> GateVerdict:
-    sides = (Side(name, record) for name, record in zip(("torch 1", "torch 2"), records(good, bad)))
+def gate(adopted: list[Judgement], candidate: list[Judgement]) -> GateVerdict:
+    sides = (Side(name, record) for name, record in zip(("torch 1", "torch 2"), records(adopted, candidate)))
     return judge_gate("cpu", *sides)
 
 
@@ -46,9 +46,9 @@ WORSE = pytest.mark.parametrize(
 
 @WORSE
 def test_faster_peer_is_shown_and_holds_nothing(worse: Judgement) -> None:
-    good, bad = [own(), ratio(1.0)], [own(), worse]
-    assert labels(gate(good, bad)) == [(Decision.ADOPT, PEER, (RATIO,))]
-    assert timed_rows(*records(good, bad)) == {OWN: TEST}, "sessions measure the own time alone"
+    adopted, candidate = [own(), ratio(1.0)], [own(), worse]
+    assert labels(gate(adopted, candidate)) == [(Decision.ADOPT, PEER, (RATIO,))]
+    assert timed_rows(*records(adopted, candidate)) == {OWN: TEST}, "sessions measure the own time alone"
 
 
 @WORSE

@@ -20,8 +20,8 @@ def late(value: float, verdict: Verdict = Verdict.REGRESSION, **fields: Any) -> 
     return Judgement(Row(ROW, value, "s", 3, "C37", **made), verdict, "", tolerance=0.2)
 
 
-def gate(good: Judgement, bad: Judgement, timed: dict[str, Timed] | None = None) -> GateVerdict:
-    sides = [Side(f"torch {i}", Record({"lane": "cpu"}, (j,))) for i, j in enumerate((good, bad))]
+def gate(adopted: Judgement, candidate: Judgement, timed: dict[str, Timed] | None = None) -> GateVerdict:
+    sides = [Side(f"torch {i}", Record({"lane": "cpu"}, (j,))) for i, j in enumerate((adopted, candidate))]
     return judge_gate("cpu", *sides, timed)
 
 
@@ -33,24 +33,24 @@ BOUNDED = {"better": "derived", "tolerance": 0.0, "at_most": 20.0}
 
 
 @pytest.mark.parametrize("fields", [{}, BOUNDED], ids=["reviewed", "bound of the test"])
-@pytest.mark.parametrize("bad", [22.6, 23.8, 26.5])
-def test_slow_machine_does_not_stop_a_bump(bad: float, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("candidate", [22.6, 23.8, 26.5])
+def test_slow_machine_does_not_stop_a_bump(candidate: float, fields: dict[str, Any]) -> None:
     """The readings of an H200 whose host was busy, limit 20 s."""
-    found = gate(late(23.8, **fields), late(bad, **fields))
+    found = gate(late(23.8, **fields), late(candidate, **fields))
     assert labels(found) == [(Decision.ADOPT, SLOW_IN_BOTH)]
-    assert "23.8 s" in found.findings[0].good[0]
+    assert "23.8 s" in found.findings[0].adopted[0]
 
 
-@pytest.mark.parametrize("bad", [40.0, float("inf"), float("nan")])
-def test_much_slower_candidate_is_not_excused(bad: float) -> None:
-    assert gate(late(23.8, **BOUNDED), late(bad, **BOUNDED)).decision is not Decision.ADOPT
+@pytest.mark.parametrize("candidate", [40.0, float("inf"), float("nan")])
+def test_much_slower_candidate_is_not_excused(candidate: float) -> None:
+    assert gate(late(23.8, **BOUNDED), late(candidate, **BOUNDED)).decision is not Decision.ADOPT
 
 
-@pytest.mark.parametrize(("bad", "decision"), [(150.0, Decision.ADOPT), (142.0, Decision.UNKNOWN)])
-def test_rate_is_compared_in_its_own_direction(bad: float, decision: Decision) -> None:
+@pytest.mark.parametrize(("candidate", "decision"), [(150.0, Decision.ADOPT), (142.0, Decision.UNKNOWN)])
+def test_rate_is_compared_in_its_own_direction(candidate: float, decision: Decision) -> None:
     rates = [
         Judgement(replace(j.row, unit="tokens/s", better="higher"), Verdict.REGRESSION, "", tolerance=0.2)
-        for j in (late(150.0), late(bad))
+        for j in (late(150.0), late(candidate))
     ]
     assert gate(*rates).decision is decision
 

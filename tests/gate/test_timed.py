@@ -45,7 +45,7 @@ def simulated(
     def process(side: str, tests: Sequence[str]) -> TimedReading:
         wide = 3 if rng.random() < bad_processes else 1
         anchor, compiled, eager = (rng.gauss(0, wide * sd) for sd in (ANCHOR_SD, STEP_SD, STEP_SD))
-        compiled += math.log(slower) * (side == "bad")
+        compiled += math.log(slower) * (side == "candidate")
         logs = (compiled - anchor, eager - anchor, compiled - eager)
         return TimedReading({row: math.exp(x) for row, x in zip(ROWS, logs)})
 
@@ -86,7 +86,7 @@ def test_only_tests_with_open_rows_are_timed_again() -> None:
     def process(side: str, tests: list[str]) -> TimedReading:
         requested.append(list(tests))
         draw = random.Random(len(requested)).gauss
-        slow = 1.06 if side == "bad" else 1.0
+        slow = 1.06 if side == "candidate" else 1.0
         return TimedReading(
             {"a/same/s": math.exp(draw(0, 0.005)), "a/slow/s": slow * math.exp(draw(0, 0.005))}
         )
@@ -106,7 +106,7 @@ def test_with_an_open_row_reads_all_its_rows() -> None:
     noise = random.Random(1)
 
     def process(side: str, tests: Sequence[str]) -> TimedReading:
-        slow = 1.06 if side == "bad" else 1.0
+        slow = 1.06 if side == "candidate" else 1.0
         return TimedReading({"a/same/s": math.exp(noise.gauss(0, 0.005)), "a/slow/s": slow})
 
     while sessions.open_rows():
@@ -139,7 +139,7 @@ def test_cache_pairs_alternate_and_are_kept_with_readings() -> None:
         sessions.run_one(process)
     assert [pair for _, pair in used] == [0, 0, 1, 0, 0, 1, 1, 0, 0]
     assert sessions.caches == {"a/b/s": [0, 0, 1, 0]}, "the second session lost its reading"
-    assert sessions.lost_processes == {"t::a": {"good": 0, "bad": 1}}
+    assert sessions.lost_processes == {"t::a": {"adopted": 0, "candidate": 1}}
 
 
 def test_most_important_tests_are_timed_if_time_is_short() -> None:
@@ -160,11 +160,14 @@ def test_most_important_tests_are_timed_if_time_is_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("good", "bad", "called"), [(0, 7, False), (0, 8, True), (8, 0, False), (8, 12, False)]
+    ("adopted", "candidate", "called"), [(0, 7, False), (0, 8, True), (8, 0, False), (8, 12, False)]
 )
-def test_unequal_losses_are_reported_at_their_level(good: int, bad: int, called: bool) -> None:
+def test_unequal_losses_are_reported_at_their_level(adopted: int, candidate: int, called: bool) -> None:
     sessions = Sessions(
-        {"a/b/s": "t::a"}, SessionPlan(), 72, lost_processes={"t::a": {"good": good, "bad": bad}}
+        {"a/b/s": "t::a"},
+        SessionPlan(),
+        72,
+        lost_processes={"t::a": {"adopted": adopted, "candidate": candidate}},
     )
     assert bool(sessions.unequal_losses()) is called
 

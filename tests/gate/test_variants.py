@@ -14,7 +14,7 @@ from tests.support.gating import Machine
 
 
 @pytest.mark.parametrize(
-    ("good", "bad", "noted"),
+    ("adopted", "candidate", "noted"),
     [
         ("2.13.0+cpu", "2.14.1+cu130", True),
         ("2.13.0+cpu", "2.14.1+cpu", False),
@@ -24,16 +24,16 @@ from tests.support.gating import Machine
     ],
 )
 def test_different_variants_of_torch_are_noted(
-    good: str, bad: str, noted: bool, machine: Machine, out: Path
+    adopted: str, candidate: str, noted: bool, machine: Machine, out: Path
 ) -> None:
-    machine.sides["good"].torch, machine.sides["bad"].torch = good, bad
+    machine.sides["adopted"].torch, machine.sides["candidate"].torch = adopted, candidate
     machine.gate(out)
     found = gate_file.read(out / result.NAME)
     assert isinstance(found, gate_file.GateFile)
     note = other_variant(found)
     assert bool(note) == noted
     if noted:
-        assert note.startswith(f"note: {good} and {bad} are different variants: ")
+        assert note.startswith(f"note: {adopted} and {candidate} are different variants: ")
         assert note.endswith('--index URL, --candidate "torch==X+cpu"')
 
 
@@ -41,7 +41,7 @@ def test_margin_that_matches_no_row_is_shown_by_the_gate(
     machine: Machine, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine.gate(out)
-    path = out / "good.json"
+    path = out / "adopted.json"
     raw = json.loads(path.read_text())
     raw["provenance"]["margins"] = ["no row of this run matches 'a/*'"]
     path.write_text(json.dumps(raw))

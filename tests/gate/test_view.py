@@ -21,7 +21,7 @@ FINDING = Finding(
 
 def test_narrow_terminal_folds_all_columns_but_the_decision() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=30, no_color=True)
-    findings_text([replace(FINDING, good=("x" * 60,), bad=("y" * 60,))], console)
+    findings_text([replace(FINDING, adopted=("x" * 60,), candidate=("y" * 60,))], console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "HOLD" in text
     assert (text.count("x"), text.count("y")) == (60, 60 + FINDING.repro.count("y"))
@@ -37,7 +37,7 @@ def test_finding_text_shows_both_sides_and_the_repro(width: int | None) -> None:
     for part in ("HOLD", "... and 3 more in gate.json", FINDING.repro, "GB0007"):
         assert "".join(part.split()) in squeezed
     if width is None:
-        assert f"candidate: {FINDING.bad[1]}\n" in text
+        assert f"candidate: {FINDING.candidate[1]}\n" in text
         assert f"-> {FINDING.repro}\n" in text
 
 

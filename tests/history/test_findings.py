@@ -85,7 +85,7 @@ def test_row_that_is_shown_but_not_judged_is_not_gone(tmp_path: Path, archive: A
     """A timed row on another class of host than the baseline's."""
     archive.add(gate_of_day(tmp_path, 1))
     path = gate_of_day(tmp_path, 2, ())
-    for side in ("good.json", "bad.json"):
+    for side in ("adopted.json", "candidate.json"):
         record = json.loads((path.parent / side).read_text())
         for judgement in record["rows"]:
             judgement |= {"verdict": "INCONCLUSIVE", "explains": True}

@@ -90,7 +90,7 @@ def test_archive_adds_both_sides_of_a_gate_once(tmp_path: Path, archive: Archive
     path = a_gate(tmp_path, "11-01")
     assert archive.add(path).new
     assert not archive.add(path).new
-    assert not archive.add(path.with_name("bad.json")).new
+    assert not archive.add(path.with_name("candidate.json")).new
     assert [(p.value, p.torch) for p in archive.points(ROW)] == [(1.0, "2.13.0+cpu"), (1.0, "2.14.11-01")]
     assert archive.points(ROW, lane="h200") == []
 
@@ -364,7 +364,7 @@ def test_history_refuses_mixed_lanes_and_incomplete_files(
     assert bumpgate(monkeypatch, "history", "add", str(a_record(tmp_path, "11-03", started=""))) == 4
     assert "states no start time" in capsys.readouterr().err
     unfinished = a_gate(tmp_path, "11-04")
-    unfinished.write_text(unfinished.read_text().replace('"schema": 2', '"schema": 2, "finished": false'))
+    unfinished.write_text(unfinished.read_text().replace('"schema": 3', '"schema": 3, "finished": false'))
     assert bumpgate(monkeypatch, "history", "add", str(unfinished)) == 4
     assert "the gate was cut short" in capsys.readouterr().err
 

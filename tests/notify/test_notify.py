@@ -241,7 +241,7 @@ def test_bisect_result_is_added_to_the_issue_and_kept(
     other = "suites/x/test_y.py::test_z: KeyError"
     night(tmp_path, 1, problems=(other,))
     answer = tmp_path / "bisect.json"
-    finding = {"rows": [BREAKS], "repro": "", "bad": []}
+    finding = {"rows": [BREAKS], "repro": "", "candidate": []}
     found = {
         "package": "torch", "failure": "", "first": "2.15.0.dev3", "last": "2.15.0.dev2", "findings": [finding],
         "at_fault": [{"name": "triton", "old": "3.8.0", "new": "3.9.0"}], "compare": ["https://x/compare/a...b"],
@@ -318,7 +318,12 @@ def test_answer_of_a_bisect_is_not_shown_for_a_later_regression(
     answer = tmp_path / "bisect.json"
     answer.write_text(
         json.dumps(
-            {**found, "findings": [{"rows": [BREAKS], "repro": "", "bad": []}], "at_fault": [], "compare": []}
+            {
+                **found,
+                "findings": [{"rows": [BREAKS], "repro": "", "candidate": []}],
+                "at_fault": [],
+                "compare": [],
+            }
         )
     )
     assert "first bad torch 2.15.0.dev3" in night(1, (BREAKS,), "--bisect", str(answer))

@@ -59,7 +59,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     reviewed = {BREAKS: Reviewed(13, f"count{SHOWN}", "exact")}
     save(tmp_path / "baselines/cpu.json", Baseline("cpu", {"torch": "2.13.0", "triton": None}, reviewed))
     path = gate_of_day(tmp_path, 1)
-    for file in (path, path.with_name("good.json"), path.with_name("bad.json")):
+    for file in (path, path.with_name("adopted.json"), path.with_name("candidate.json")):
         file.write_text(json.dumps(with_lone_surrogates(json.loads(file.read_text()))))
     return path
 
@@ -81,7 +81,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_command_reads_lone_surrogates(
     gate: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], lines: list[list[str]]
 ) -> None:
-    names = {"GATE": str(gate), "RECORD": str(gate.with_name("bad.json"))}
+    names = {"GATE": str(gate), "RECORD": str(gate.with_name("candidate.json"))}
     for line in lines:
         assert bumpgate(monkeypatch, *(names.get(word, word) for word in line)) == 0, capfd.readouterr().err
         assert "Traceback" not in capfd.readouterr().err
@@ -108,7 +108,7 @@ def test_option_with_lone_surrogate_is_no_traceback(
 ) -> None:
     assert bumpgate(monkeypatch, "history", "add", str(gate)) == 0
     capfd.readouterr()
-    arguments = [str(gate.with_name("bad.json")) if word == "RECORD" else word for word in line]
+    arguments = [str(gate.with_name("candidate.json")) if word == "RECORD" else word for word in line]
     code = bumpgate(monkeypatch, *arguments)
     err = capfd.readouterr().err
     assert code in (0, 4), err

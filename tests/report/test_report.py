@@ -158,9 +158,9 @@ def test_gate_with_broken_sides_still_has_a_report(tmp_path: Path) -> None:
     assert verdict.decision is Decision.UNKNOWN
     text = seen(page.of(gate_file.read(path))).text
     assert "torch 2.14.0: importing torch: segmentation fault" in text
-    (tmp_path / "good.json").write_text("{")
+    (tmp_path / "adopted.json").write_text("{")
     shown = page.of(gate_file.read(path))
-    assert any("good.json: not a record" in problem.why for problem in shown.problems)
+    assert any("adopted.json: not a record" in problem.why for problem in shown.problems)
     raw = json.loads(path.read_text())
     raw["timed"] = {"a/b/c": {"outcome": "INCONCLUSIVE", "ratio": None, "interval": [None, None]}}
     raw["finished"] = False
@@ -195,7 +195,7 @@ def test_report_writes_exactly_the_formats_that_are_named(
         (None, "cannot be read (No such file or directory)"),
         ("garbage", "neither a record nor a gate"),
         ("[]", "not a record of schema 2"),
-        ('{"decision": "ADOPT"}', "a gate of schema None, this bumpgate reads 2: run the gate again"),
+        ('{"decision": "ADOPT"}', "a gate of schema None, this bumpgate reads 3: run the gate again"),
         ('{"decision": "MAYBE", "schema": 2, "lane": "cpu"}', "corrupt or incomplete gate file (KeyError"),
         (
             '{"decision": "ADOPT", "schema": 2, "lane": "cpu"}',
@@ -241,11 +241,11 @@ def test_gate_file_reads_records_of_its_own_folder_only(tmp_path: Path) -> None:
     folder.mkdir()
     path = held(folder)
     raw = json.loads(path.read_text())
-    raw["sides"]["good"]["record"] = "../secret.json"
+    raw["sides"]["adopted"]["record"] = "../secret.json"
     path.write_text(json.dumps(raw))
     found = gate_file.read(path)
     assert isinstance(found, gate_file.GateFile)
-    assert "secret.json: cannot be read" in found.good.failure
+    assert "secret.json: cannot be read" in found.adopted.failure
 
 
 def test_gate_file_round_trips_findings(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_gate_file_reads_every_stage_of_a_gate(tmp_path: Path) -> None:
     assert (shown.word, shown.failed) == ("UNKNOWN", True)
     assert shown.problems[0].why.startswith("the gate was cut short")
     made = record(judged(P, row()))
-    for name in ("good", "bad"):
+    for name in ("adopted", "candidate"):
         write_record(tmp_path / f"{name}.json", made.provenance, made.judgements)
         gate.sides[name] = SideState(
             f"torch {name}", canaries={}, record=f"{name}.json", packages={"torch": "2.14.0"}

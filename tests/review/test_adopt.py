@@ -81,7 +81,7 @@ def test_adopt_writes_the_candidate_as_adopted_set(tree: AdoptTree) -> None:
 
 def test_lane_is_green_after_adopt_and_red_after_rollback(tree: AdoptTree) -> None:
     """The complete flow: the lane is red in the candidate, green after adoption, and red again after rollback."""
-    python = json.loads((tree.root / "9.11.0/gate.json").read_text())["sides"]["bad"]["python"]
+    python = json.loads((tree.root / "9.11.0/gate.json").read_text())["sides"]["candidate"]["python"]
 
     def lane() -> int:
         command = [python, "-m", "pytest", "-m", "cpu", "-n", "0", "--gate", "--record=record.json"]
@@ -158,7 +158,7 @@ def test_undecided_time_is_adopted_with_its_review(tree: AdoptTree) -> None:
     timed = {"outcome": "INCONCLUSIVE", "ratio": 1.2, "interval": [0.98, 1.4], "sessions": 20}
 
     def leave_open(raw: dict[str, Any]) -> None:
-        raw["findings"] = [finding | {"good": [], "bad": [], "repro": ""}]
+        raw["findings"] = [finding | {"adopted": [], "candidate": [], "repro": ""}]
         raw.update(decision="UNKNOWN", timed={row: timed})
 
     edit_gate(tree, "9.10.0", leave_open)
@@ -198,7 +198,7 @@ def edit_gate(tree: AdoptTree, version: str, edit: Callable[[dict[str, Any]], No
 
 def gap(raw: dict[str, Any]) -> None:
     finding = {"decision": "UNKNOWN", "label": "INFRA", "metric": "", "head": "no disk", "rows": []}
-    raw["findings"].append(finding | {"good": [], "bad": [], "repro": ""})
+    raw["findings"].append(finding | {"adopted": [], "candidate": [], "repro": ""})
 
 
 EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
@@ -222,8 +222,8 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "other adopted interpreter": (
         "does not compare with the adopted set (torch 9.9.0 -> 9.7.0)",
         lambda raw: (
-            raw["config"].update(python_good="/x"),
-            raw["sides"]["good"]["packages"].update(torch="9.7.0"),
+            raw["config"].update(python_adopted="/x"),
+            raw["sides"]["adopted"]["packages"].update(torch="9.7.0"),
         ),
     ),
     "commit": ("is stale (commit 123 -> none)", lambda raw: raw["binding"].update(commit="123")),
@@ -232,7 +232,7 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "lane": ("unknown lane 'tpu'", lambda raw: raw.update(lane="tpu")),
     "packages": (
         "is not the set that was measured (torch 9.11.0 -> 9.8.0)",
-        lambda raw: raw["sides"]["bad"]["packages"].update(torch="9.8.0"),
+        lambda raw: raw["sides"]["candidate"]["packages"].update(torch="9.8.0"),
     ),
     "failed test": (
         "a failed test cannot be reviewed away: PROBLEM boom",
@@ -322,10 +322,10 @@ def test_row_of_a_crashed_test_cannot_be_reviewed_away(tree: AdoptTree) -> None:
 
 
 def test_adopt_refuses_edited_tree_and_missing_files(tree: AdoptTree) -> None:
-    (tree.root / "9.10.0/bad.pylock.toml").unlink()
-    refused(tree, "bad.pylock.toml does not exist, so the candidate's wheels are unknown", "9.10.0")
+    (tree.root / "9.10.0/candidate.pylock.toml").unlink()
+    refused(tree, "candidate.pylock.toml does not exist, so the candidate's wheels are unknown", "9.10.0")
     refused(tree, "none/gate.json: cannot be read", "none")
-    (tree.root / "9.11.0/gate.json").write_text((tree.root / "9.11.0/bad.json").read_text())
+    (tree.root / "9.11.0/gate.json").write_text((tree.root / "9.11.0/candidate.json").read_text())
     refused(tree, "is the record of one run: name the gate.json of a gate", "9.11.0")
     tree.write("suites/release/conftest.py", "")
     refused(tree, "9.12.0/gate.json is stale (tree: suites/release/conftest.py): gate again", "9.12.0")
@@ -390,7 +390,7 @@ def test_full_disk_while_staging_changes_nothing(tree: AdoptTree) -> None:
 
 def test_failing_index_changes_nothing(tree: AdoptTree, gated: AdoptTree) -> None:
     tree.env["UV_DEFAULT_INDEX"] = "http://127.0.0.1:9/index"
-    edited = tree.root / "9.10.0/bad.pylock.toml"
+    edited = tree.root / "9.10.0/candidate.pylock.toml"
     edited.write_text(edited.read_text().replace("127.0.0.1:", "127.0.0.1:9/x"))
     before = tree.files()
     done = adopt(tree, "9.10.0")

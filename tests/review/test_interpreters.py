@@ -88,7 +88,7 @@ def edit(tree: PreparedTree, change: Callable[[dict[str, Any]], Any], name: str 
 
 def candidate(tree: PreparedTree, gate: str) -> str:
     """Return the interpreter of a gate's candidate."""
-    return str(json.loads((tree.root / gate / "gate.json").read_text())["sides"]["bad"]["python"])
+    return str(json.loads((tree.root / gate / "gate.json").read_text())["sides"]["candidate"]["python"])
 
 
 def run_lane(tree: PreparedTree, gate: str) -> tuple[int, str]:
@@ -102,8 +102,8 @@ def run_lane(tree: PreparedTree, gate: str) -> tuple[int, str]:
 def test_gate_records_the_build_of_each_kernel_wheel(gated: PreparedTree) -> None:
     sides = json.loads((gated.root / "g/gate.json").read_text())["sides"]
     old, new = ({n: content_of(gated.wheel(b, n)) for n in ("fast", "faster")} for b in ("old", "new"))
-    assert sides["good"]["wheels"] == old
-    assert sides["bad"]["wheels"] == {"fast": new["fast"]}
+    assert sides["adopted"]["wheels"] == old
+    assert sides["candidate"]["wheels"] == {"fast": new["fast"]}
     assert old["fast"] != new["fast"], "the digests tell the builds apart"
 
 
@@ -187,8 +187,10 @@ def test_packages_of_both_sides_are_listed(tree: PreparedTree, links: tuple[str,
         for side in raw["sides"].values():
             side["packages"] = {n: side["packages"][n] for n in ("torch", "pytest", "fast")}
             side["packages"] |= {"Helper_B": "2.0", "helper-a": "1.0"}
-        raw["sides"]["good"]["packages"]["faster"] = "1.0"
-        raw["sides"]["bad"]["packages"] |= dict.fromkeys(("pip", "setuptools", "wheel", "bumpgate"), "1")
+        raw["sides"]["adopted"]["packages"]["faster"] = "1.0"
+        raw["sides"]["candidate"]["packages"] |= dict.fromkeys(
+            ("pip", "setuptools", "wheel", "bumpgate"), "1"
+        )
 
     edit(tree, both)
     done = adopt(tree, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
@@ -204,7 +206,7 @@ def test_rows_absent_for_another_reason_are_kept(tree: PreparedTree, links: tupl
         raw["provenance"]["not_run"].append("release/facts/code_hash: liger_kernel is not installed")
         raw["rows"] = [j for j in raw["rows"] if j["row"]["id"] != "release/facts/code_hash"]
 
-    edit(tree, lose, "bad")
+    edit(tree, lose, "candidate")
     done = adopt(tree, *CANDIDATE, *WITHOUT, *links, *REVIEWED, "--no-store")
     assert done.code == 0, done.err
     listed = "release/facts/code_hash (liger_kernel is not installed)"
@@ -220,7 +222,7 @@ def test_rows_absent_for_another_reason_are_kept(tree: PreparedTree, links: tupl
 OPTIONS = {
     "no candidate": (
         (*WITHOUT,),
-        "g/gate.json: the candidate was an interpreter (--python-bad): name the requirement whose set it is:"
+        "g/gate.json: the candidate was an interpreter (--python-candidate): name the requirement whose set it is:"
         " bumpgate adopt g/gate.json --candidate 'torch==9.11.0'\n",
     ),
     "another version": (
@@ -279,37 +281,37 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "version": (
         "the interpreter did not have the set of torch==9.11.0 (set -> interpreter: torch 9.11.0 -> 9.10.0): install"
         " these versions in ",
-        lambda raw: raw["sides"]["bad"]["packages"].update(torch="9.10.0"),
+        lambda raw: raw["sides"]["candidate"]["packages"].update(torch="9.10.0"),
     ),
     "absent": (
         "(set -> interpreter: pytest 99.0 -> (absent)): install these versions in ",
-        lambda raw: raw["sides"]["bad"]["packages"].pop("pytest"),
+        lambda raw: raw["sides"]["candidate"]["packages"].pop("pytest"),
     ),
     "own package": (
         "has packages that neither the set nor the adopted side has: apex 1.0: uninstall them and gate again, or gate"
         " the set itself: bumpgate gate --lane cpu --candidate torch==9.11.0\n",
-        lambda raw: raw["sides"]["bad"]["packages"].update(apex="1.0"),
+        lambda raw: raw["sides"]["candidate"]["packages"].update(apex="1.0"),
     ),
     "own version": (
         "has packages that neither the set nor the adopted side has: apex 1.0: uninstall them",
-        lambda raw: (both_sides(raw, apex="1.0"), raw["sides"]["good"]["packages"].update(apex="0.9")),
+        lambda raw: (both_sides(raw, apex="1.0"), raw["sides"]["adopted"]["packages"].update(apex="0.9")),
     ),
     "other variant of the adopted side": (
-        "does not compare with the adopted set (torch 9.9.0 -> 9.9.0+cpu): gate without --python-good, or with the",
-        lambda raw: raw["sides"]["good"]["packages"].update(torch="9.9.0+cpu"),
+        "does not compare with the adopted set (torch 9.9.0 -> 9.9.0+cpu): gate without --python-adopted, or with the",
+        lambda raw: raw["sides"]["adopted"]["packages"].update(torch="9.9.0+cpu"),
     ),
     "other label": (
         "(set -> interpreter: pytest 99.0 -> 99.0+mine): install these versions in ",
-        lambda raw: raw["sides"]["bad"]["packages"].update(pytest="99.0+mine"),
+        lambda raw: raw["sides"]["candidate"]["packages"].update(pytest="99.0+mine"),
     ),
     "no content": (
         "the gate does not record the files of fast 1.0 in ",
-        lambda raw: raw["sides"]["bad"].pop("wheels"),
+        lambda raw: raw["sides"]["candidate"].pop("wheels"),
     ),
     "adopted side": (
-        "does not compare with the adopted set (torch 9.9.0 -> 9.8.0): gate without --python-good, or with the"
+        "does not compare with the adopted set (torch 9.9.0 -> 9.8.0): gate without --python-adopted, or with the"
         " interpreter that this builds: bumpgate rollback cpu --no-smoke\n",
-        lambda raw: raw["sides"]["good"]["packages"].update(torch="9.8.0"),
+        lambda raw: raw["sides"]["adopted"]["packages"].update(torch="9.8.0"),
     ),
 }
 
@@ -326,8 +328,8 @@ def test_interpreter_with_another_set_is_refused(
 
 def label(tree: PreparedTree, **provenance: str | None) -> None:
     """Make the candidate's torch 9.11.0+cpu by its metadata. The index has 9.11.0."""
-    edit(tree, lambda raw: raw["sides"]["bad"]["packages"].update(torch="9.11.0+cpu"))
-    edit(tree, lambda raw: raw["provenance"].update(provenance), "bad")
+    edit(tree, lambda raw: raw["sides"]["candidate"]["packages"].update(torch="9.11.0+cpu"))
+    edit(tree, lambda raw: raw["provenance"].update(provenance), "candidate")
 
 
 VARIANTS: dict[str, tuple[dict[str, str | None], str]] = {
@@ -365,7 +367,7 @@ def test_build_whose_label_the_index_omits_is_adopted(tree: PreparedTree, links:
 
 def test_interpreter_of_another_python_is_refused(tree: PreparedTree, links: tuple[str, ...]) -> None:
     python = read_lock(lane_lock(tree.root, "cpu")).python
-    edit(tree, lambda raw: raw["provenance"].update(python="3.7.9"), "bad")
+    edit(tree, lambda raw: raw["provenance"].update(python="3.7.9"), "candidate")
     words = f"the candidate ran Python 3.7, and the set of lane cpu is for {python}: gate an interpreter of Python"
     refused(tree, words, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
 
@@ -400,13 +402,13 @@ def test_kernel_wheel_as_candidate_is_compared_by_its_file(tree: PreparedTree) -
     edit(
         tree,
         lambda raw: (
-            raw["sides"]["bad"]["packages"].update(torch="9.9.0", faster="1.0"),
-            raw["sides"]["bad"]["wheels"].update(
+            raw["sides"]["candidate"]["packages"].update(torch="9.9.0", faster="1.0"),
+            raw["sides"]["candidate"]["wheels"].update(
                 fast=content_of(tree.wheel("again", "fast")), faster=content_of(tree.wheel("old", "faster"))
             ),
         ),
     )
-    edit(tree, lambda raw: raw["provenance"].update(torch="9.9.0"), "bad")
+    edit(tree, lambda raw: raw["provenance"].update(torch="9.9.0"), "candidate")
     again, old = (str(tree.wheel(build, "fast")) for build in ("again", "old"))
     words = f"the set of {old} has another build of fast 1.0 than the interpreter, {again}: name that file: --candidate"
     links = ("--find-links", str(tree.kernels / "again"), "--find-links", str(tree.kernels / "old"))

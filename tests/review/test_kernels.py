@@ -173,9 +173,9 @@ def test_lost_rows_are_those_that_only_the_adopted_side_has() -> None:
     )
     good = record("a/b/tpu", peer=1, own=1, new=1, lost=1, gone=None)
     bad = record("a/b/peer", "a/b/tpu", "a/b/new", "a/b/own", "a/b/gone", own=1)
-    gate: Any = SimpleNamespace(good=good, bad=bad)
+    gate: Any = SimpleNamespace(adopted=good, candidate=bad)
     assert lost_rows(gate, old) == {"a/b/peer": "why"}
-    gate.good = SimpleNamespace(record=None)
+    gate.adopted = SimpleNamespace(record=None)
     assert lost_rows(gate, old) == {}
 
 

@@ -81,8 +81,8 @@ def test_version_file_of_a_wheel_is_read(tmp_path: Path) -> None:
 
 
 def test_hint_of_a_gate_keeps_the_label() -> None:
-    config: Any = SimpleNamespace(python_bad="bad/python", without=("fast",))
+    config: Any = SimpleNamespace(python_candidate="bad/python", without=("fast",))
     bad = SimpleNamespace(packages={"torch": "2.15.0+cpu"}, wheels={})
-    found: Any = SimpleNamespace(bad=bad, decision=Decision.ADOPT)
+    found: Any = SimpleNamespace(candidate=bad, decision=Decision.ADOPT)
     expected = "bumpgate adopt g/gate.json --candidate torch==2.15.0+cpu --without fast"
     assert _adoption(config, found, Path("g/gate.json")) == expected

@@ -41,7 +41,10 @@ def adopted(
     adopted side.
     """
     timed = {ID: SimpleNamespace(outcome=outcome, interval=(0.4, fastest))} if outcome else {}
-    sides = {"good": reading(before, (before, before), "2.13.0"), "bad": reading(value, interval, "2.14.0")}
+    sides = {
+        "adopted": reading(before, (before, before), "2.13.0"),
+        "candidate": reading(value, interval, "2.14.0"),
+    }
     gate: Any = SimpleNamespace(**sides, timed=timed, findings=())
     new, changes, left = moved_baseline(gate, OLD, ())
     return new.rows[ID].value, [change.why for change in changes], left
@@ -56,7 +59,7 @@ def test_ratio_to_a_faster_peer_moves(label: str, expected: tuple[float, list[st
     old = replace(OLD, rows={ratio: Reviewed(1.0, "ratio", "lower", 0.1, test=TEST)})
     record = Record({"lane": "cpu", "torch": "2.14.0"}, (judge(row, old, failed_instruments={}),))
     finding = SimpleNamespace(label=label, rows=(ratio,))
-    sides = {name: SimpleNamespace(record=record) for name in ("good", "bad")}
+    sides = {name: SimpleNamespace(record=record) for name in ("adopted", "candidate")}
     gate: Any = SimpleNamespace(**sides, timed={}, findings=[finding])
     new, _, left = moved_baseline(gate, old, ())
     assert (new.rows[ratio].value, left) == expected
@@ -100,7 +103,7 @@ def test_win_moves_a_time_if_the_sessions_confirm_it(
 def test_time_that_stays_names_the_test_that_reports_it_now() -> None:
     side = reading(1.5, (1.45, 1.55), "2.14.0")
     timed = {ID: SimpleNamespace(outcome="SAME", interval=(0.99, 1.01))}
-    gate: Any = SimpleNamespace(good=side, bad=side, timed=timed, findings=())
+    gate: Any = SimpleNamespace(adopted=side, candidate=side, timed=timed, findings=())
     old = replace(OLD, rows={ID: replace(OLD.rows[ID], test="suites/old.py::test_a[cpu]")})
     new, changes, left = moved_baseline(gate, old, ())
     assert (new.rows[ID].value, new.rows[ID].test) == (1.0, TEST)
@@ -117,7 +120,7 @@ def test_time_of_another_host_moves(value: float) -> None:
     """The baseline then states the host of the gate."""
     side = reading(value, (value, value), "2.14.0", cpu="B")
     timed = {ID: SimpleNamespace(outcome="SAME", interval=(0.99, 1.01))}
-    gate: Any = SimpleNamespace(good=side, bad=side, timed=timed, findings=())
+    gate: Any = SimpleNamespace(adopted=side, candidate=side, timed=timed, findings=())
     new, changes, left = moved_baseline(gate, replace(OLD, made_with={"cpu": "A"}), ())
     assert (new.rows[ID].value, new.made_with["cpu"]) == (value, "B")
     assert ([change.why for change in changes], left) == (["other host"], [])
@@ -133,7 +136,7 @@ def unreported(reason: str, *, gone: bool) -> Judgement:
 def test_row_of_a_failed_test_cannot_be_reviewed_away(old: Baseline) -> None:
     record = Record({"lane": "cpu"}, (unreported(f"not reported by {TEST}: no torch.x", gone=False),))
     gate: Any = SimpleNamespace(
-        good=SimpleNamespace(record=None), bad=SimpleNamespace(record=record), timed={}
+        adopted=SimpleNamespace(record=None), candidate=SimpleNamespace(record=record), timed={}
     )
     with pytest.raises(AdoptionError) as caught:
         moved_baseline(gate, old, [ID])
@@ -147,7 +150,7 @@ def test_row_of_a_failed_test_cannot_be_reviewed_away(old: Baseline) -> None:
 def test_row_that_its_test_reports_no_more_is_dropped() -> None:
     record = Record({"lane": "cpu"}, (unreported(f"{TEST} no longer reports it", gone=True),))
     gate: Any = SimpleNamespace(
-        good=SimpleNamespace(record=None), bad=SimpleNamespace(record=record), timed={}
+        adopted=SimpleNamespace(record=None), candidate=SimpleNamespace(record=record), timed={}
     )
     baseline, changes, left = moved_baseline(gate, OLD, [ID])
     assert (baseline.rows, [c.why for c in changes], left) == ({}, ["reviewed: not measured any more"], [])
@@ -158,7 +161,7 @@ def test_reviewed_row_without_a_reviewed_value_stays_paired() -> None:
     row = Row("throughput/start/seconds", 1.6, "s", 1, "C18", better="lower", test="t.py::test", paired=True)
     record = Record({"lane": "cpu"}, (Judgement(row, Verdict.PASS, ""),))
     gate: Any = SimpleNamespace(
-        good=SimpleNamespace(record=None), bad=SimpleNamespace(record=record), timed={}
+        adopted=SimpleNamespace(record=None), candidate=SimpleNamespace(record=record), timed={}
     )
     baseline, changes, left = moved_baseline(gate, Baseline("cpu", {}, {}), [row.id])
     assert (baseline.rows, changes, left) == ({}, [], [])
@@ -180,14 +183,14 @@ def test_reading_that_the_sessions_refuted_is_not_adopted() -> None:
     record = Record({"lane": "cpu"}, (Judgement(row, Verdict.REGRESSION, "", tolerance=0.5),))
     same = Paired("SAME", 1.0, (0.99, 1.01), 12)
     gate: Any = SimpleNamespace(
-        good=SimpleNamespace(record=None), bad=SimpleNamespace(record=record), timed={row.id: same}
+        adopted=SimpleNamespace(record=None), candidate=SimpleNamespace(record=record), timed={row.id: same}
     )
     baseline, changes, left = moved_baseline(gate, Baseline("cpu", {}, {row.id: was}), [])
     assert (baseline.rows[row.id].value, changes, left) == (76.0, [], [])
 
 
 def test_win_of_both_sides_read_once_does_not_move_a_time() -> None:
-    sides = {"good": reading(0.5, None, "2.13.0"), "bad": reading(0.5, None, "2.14.0")}
+    sides = {"adopted": reading(0.5, None, "2.13.0"), "candidate": reading(0.5, None, "2.14.0")}
     gate: Any = SimpleNamespace(**sides, timed={}, findings=())
     new, changes, left = moved_baseline(gate, OLD, ())
     assert (new.rows[ID].value, changes, left) == (1.0, [], [])
@@ -201,6 +204,6 @@ def test_time_of_another_host_that_stays_red_is_listed() -> None:
     (judgement,) = side.record.judgements
     side.record = replace(side.record, judgements=(other_host(judgement, old.made_with, facts),))
     timed = {ID: Paired("SAME", 1.0, (0.99, 1.01), 6)}
-    gate: Any = SimpleNamespace(good=side, bad=side, timed=timed, findings=())
+    gate: Any = SimpleNamespace(adopted=side, candidate=side, timed=timed, findings=())
     new, _, left = moved_baseline(gate, old, ())
     assert (new.made_with["cpu"], left) == ("B", [ID])

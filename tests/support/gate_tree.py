@@ -62,7 +62,7 @@ class Tree(Project):
         )
         rows["compile/good/graph_breaks"] = counted("test_good")
         save(root / "baselines/cpu.json", Baseline("cpu", {"torch": "9.9.0", "triton": None}, rows))
-        self.good, self.bad = self.interpreter("good"), self.interpreter("bad")
+        self.adopted, self.candidate = self.interpreter("adopted"), self.interpreter("candidate")
 
     def interpreter(
         self, side: str, bytecode: Mapping[str, str] = EXISTING_BYTECODE, **variables: str
@@ -78,10 +78,10 @@ class Tree(Project):
             "gate",
             "--lane",
             "cpu",
-            "--python-good",
-            str(self.good),
-            "--python-bad",
-            str(self.bad),
+            "--python-adopted",
+            str(self.adopted),
+            "--python-candidate",
+            str(self.candidate),
             "--out",
             "g",
         )

@@ -27,6 +27,8 @@ from tests.support.tree import CANARIES, declare_lanes
 
 COUNT_TEST = "suites/compile/test_a.py::test_count[cpu]"
 TIME_TEST = "suites/throughput/test_b.py::test_time[cpu]"
+# Names of the sides in the seeds of their noise.
+OF_SEED = {"adopted": "good", "candidate": "bad"}
 TODAY = date(2026, 3, 2)
 # Standard deviation of CPU seconds between fresh processes on a quiet machine (suites/throughput).
 PROCESS_SD = 0.012
@@ -95,7 +97,7 @@ class Machine:
         self.root, self.cache_folder = root, root.with_name(f"{root.name}-caches")
         self.seed, self.sd = seed, sd
         self.rows = tuple(rows) or ("throughput/b/seconds",)
-        self.sides = {name: Behaviour() for name in ("good", "bad", "anchor")}
+        self.sides = {name: Behaviour() for name in ("adopted", "candidate", "anchor")}
         self.processes: list[str] = []
         self.read = Counter[tuple[str, str, int]]()
         self.before_process: Callable[[], None] = lambda: None
@@ -153,7 +155,9 @@ class Machine:
     def _value(self, name: str, row: str, session: int) -> float:
         place = self.read[name, row, session]
         self.read[name, row, session] += 1
-        noise = random.Random(f"{self.seed} {name} {row} {session} {place}").gauss(0, self.sd)
+        noise = random.Random(f"{self.seed} {OF_SEED.get(name, name)} {row} {session} {place}").gauss(
+            0, self.sd
+        )
         return 2.0 * self.sides[name].slower.get(row, 1.0) * 2.718281828459045**noise
 
     def _canary(self, name: str, reason: str) -> Judgement:

@@ -106,5 +106,5 @@ class PreparedTree(AdoptTree):
         return place / "bin/python"
 
     def gate_interpreters(self, good: Path, bad: Path, out: str, *more: str) -> Result:
-        sides = ("--python-good", str(good), "--python-bad", str(bad))
+        sides = ("--python-adopted", str(good), "--python-candidate", str(bad))
         return self.bumpgate("gate", "--lane", "cpu", *sides, "--out", out, *more)

@@ -84,10 +84,10 @@ def write_gate(
     lane: str = "cpu",
     started: str = "2026-11-21T02:00:00+00:00",
 ) -> tuple[Path, GateVerdict]:
-    """Write gate.json as the gate does, with good.json, bad.json and its verdict."""
+    """Write gate.json as the gate does, with adopted.json, candidate.json and its verdict."""
     verdict = judge_gate(lane, good, bad, timed)
     sides = {}
-    for key, side in (("good", good), ("bad", bad)):
+    for key, side in (("adopted", good), ("candidate", bad)):
         if r := side.record:
             write_record(
                 folder / f"{key}.json", r.provenance, r.judgements, complete=r.complete, problems=r.problems
