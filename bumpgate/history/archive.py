@@ -158,7 +158,7 @@ class Archive:
         gates, runs = self.tables["gates"], self.tables["runs"]
         query = (
             self.sql.select(gates.c.started, runs.c.torch)
-            .select_from(gates.join(runs, gates.c.bad == runs.c.id))
+            .select_from(gates.join(runs, gates.c.candidate == runs.c.id))
             .where(*self._adoptable(lane))
             .order_by(gates.c.started, gates.c.id)
         )
@@ -182,11 +182,13 @@ class Archive:
         gates = self.tables["gates"]
         if not gate.finished:
             raise ArchiveError("gate.json: the gate was cut short: finish it with --resume")
-        good, bad = (
+        adopted, candidate = (
             self._add_record(connection, side.record, "gate.json")[0] if side.record else None
             for side in (gate.adopted, gate.candidate)
         )
-        digest = _digest([gate.lane, gate.decision.name, gate.started, good, bad, sorted(gate.timed)])
+        digest = _digest(
+            [gate.lane, gate.decision.name, gate.started, adopted, candidate, sorted(gate.timed)]
+        )
         query = self.sql.select(gates)
         known = connection.execute(query.where(gates.c.digest == digest)).first()
         ratios = [_ratio(0, row, gate) for row in dict.fromkeys((*gate.timed, *gate.readings))]
@@ -202,7 +204,7 @@ class Archive:
             known_findings.write(self.sql, self.tables, connection, known.id, gate)
             return int(known.id), False
         fields: dict[str, Any] = {"digest": digest, "lane": gate.lane, "decision": gate.decision.name}
-        fields |= {"started": _started(gate.started, "gate.json"), "good": good, "bad": bad}
+        fields |= {"started": _started(gate.started, "gate.json"), "adopted": adopted, "candidate": candidate}
         fields |= remembered
         made = connection.execute(self.sql.insert(gates).values(**fields)).inserted_primary_key[0]
         if ratios:

@@ -43,8 +43,8 @@ class Known:
 
     first, last, gone: start of the gate that first and last showed it, and of the one that showed it gone (None: it
     is open). gates: how many showed it. state: in the latest gate. added: rows that the gate before did not show.
-    rows, good, bad, head, repro, decision, module, moved: of the last gate that showed it. module: the file of its
-    test; moved: the packages that differ between the sides.
+    rows ... moved: of the last gate that showed it. module: the file of its test; moved: the packages that differ
+    between the sides.
     """
 
     key: str
@@ -62,8 +62,8 @@ class Known:
     state: str = NEW
     added: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
-    good: tuple[str, ...] = ()
-    bad: tuple[str, ...] = ()
+    adopted: tuple[str, ...] = ()
+    candidate: tuple[str, ...] = ()
     head: str = ""
     repro: str = ""
     decision: str = ""
@@ -117,8 +117,8 @@ def write(sql: Any, tables: Mapping[str, Any], connection: Any, made: int, gate:
             connection.execute(sql.insert(found).values(**fields))
         detail = {
             "rows": f.rows,
-            "good": f.adopted[:EVIDENCE],
-            "bad": f.candidate[:EVIDENCE],
+            "adopted": f.adopted[:EVIDENCE],
+            "candidate": f.candidate[:EVIDENCE],
             "head": f.head,
             "repro": f.repro,
             "decision": f.decision.name,
@@ -171,7 +171,9 @@ def _see(one: Known, gate: Any, detail: Mapping[str, Any]) -> None:
     one.added = tuple(row for row in rows if row not in one.rows) if one.gates else ()
     one.first, one.last, one.gone = one.first or gate.started, gate.started, None
     one.gates += 1
-    one.rows, one.good, one.bad = rows, tuple(detail["good"]), tuple(detail["bad"])
+    one.rows = rows
+    for side, stored in (("adopted", "good"), ("candidate", "bad")):  # as earlier versions stored them
+        setattr(one, side, tuple(detail[side] if side in detail else detail[stored]))
     for name in ("head", "repro", "decision", "module"):
         setattr(one, name, detail[name])
     one.moved = tuple(loads(gate.moved or "[]"))
@@ -189,7 +191,7 @@ def _measured(sql: Any, tables: Mapping[str, Any], connection: Any, gate: Any, o
     rest = {row for row in one.rows if row not in sessions or sessions[row].outcome not in DECIDED}
     if one.label in OF_SESSIONS and rest:
         return False
-    for run in (gate.good, gate.bad):
+    for run in (gate.adopted, gate.candidate):
         query = sql.select(readings.c.row, readings.c.verdict)
         query = query.where(readings.c.run == run, readings.c.row.in_(rest))
         # A verdict is stored with its note: INCONCLUSIVE (not judged).

@@ -32,8 +32,9 @@ def tables(sql: Any) -> dict[str, Any]:
     def key(name: str, target: str) -> Any:
         return sql.Column(name, sql.ForeignKey(f"{PREFIX}{target}.id"), primary_key=True)
 
-    def side(name: str) -> Any:
-        return sql.Column(name, sql.ForeignKey(f"{PREFIX}runs.id"))
+    def side(stored: str, name: str) -> Any:
+        """Return the column of a side. stored: its name in the database, from earlier versions."""
+        return sql.Column(stored, sql.ForeignKey(f"{PREFIX}runs.id"), key=name)
 
     text, real = sql.Text, sql.Float(53)
     columns = {
@@ -54,8 +55,8 @@ def tables(sql: Any) -> dict[str, Any]:
             *head(),
             sql.Column("lane", text),
             sql.Column("decision", text),
-            side("good"),
-            side("bad"),
+            side("good", "adopted"),
+            side("bad", "candidate"),
             *(sql.Column(name, text) for name in ("package", "moved")),
             sql.Column("whole", sql.Boolean),
         ],

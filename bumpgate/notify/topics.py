@@ -138,7 +138,7 @@ def _finding(one: Known) -> list[str]:
     more = f" and {len(one.rows) - ROWS} more" if len(one.rows) > ROWS else ""
     lines = [f"{one.key}  {one.title}"]
     lines += [f"  rows: {', '.join(one.rows[:ROWS])}{more}"] if one.rows else []
-    lines += [f"  adopted:   {one_line(line)}" for line in one.good[:LINES]]
-    lines += [f"  candidate: {one_line(line)}" for line in one.bad[:LINES]]
+    lines += [f"  adopted:   {one_line(line)}" for line in one.adopted[:LINES]]
+    lines += [f"  candidate: {one_line(line)}" for line in one.candidate[:LINES]]
     facts = (("again", one.repro), ("owner", one.owner), ("known issue", one.issue))
     return lines + [f"  {name}: {value}" for name, value in facts if value]

@@ -125,7 +125,7 @@ def read(archive: Archive, start: date, lane: str = "") -> list[Series]:
     chosen = chosen.where(runs.c.lane == lane) if lane else chosen
     series: dict[tuple[str, str, str], Series] = {}
     with archive.reading() as connection:
-        adopted = {number for (number,) in connection.execute(sql.select(gates.c.good))}
+        adopted = {number for (number,) in connection.execute(sql.select(gates.c.adopted))}
         for run in connection.execute(chosen).all():
             if run.id in adopted:
                 continue

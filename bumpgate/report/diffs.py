@@ -34,17 +34,19 @@ class Diff:
     lines: tuple[Line, ...]
 
 
-def of_records(good: Record | None, bad: Record | None, suspects: Iterable[str]) -> tuple[list[Diff], int]:
+def of_records(
+    adopted: Record | None, candidate: Record | None, suspects: Iterable[str]
+) -> tuple[list[Diff], int]:
     """Return the differences in evidence, and the number of those that are not shown.
 
     suspects: rows whose complete evidence is compared; of all others only the lines on what the compiler did.
     """
-    if good is None or bad is None:
+    if adopted is None or candidate is None:
         return [], 0
     suspected = set(suspects)
-    after = {j.row.id: j for j in bad.judgements}
+    after = {j.row.id: j for j in candidate.judgements}
     found: dict[tuple[Line, ...], list[str]] = {}
-    for before in good.judgements:
+    for before in adopted.judgements:
         row = before.row.id
         if row not in after:
             continue

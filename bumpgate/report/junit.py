@@ -21,7 +21,10 @@ def xml(page: Page) -> str:
     suite = ElementTree.Element("testsuite", {"name": f"bumpgate {page.kind} {page.lane}"})
     properties = ElementTree.SubElement(suite, "properties")
     for fact in page.facts:
-        for side, value in (("adopted ", fact.good), ("" if not page.paired else "candidate ", fact.bad)):
+        for side, value in (
+            ("adopted ", fact.adopted),
+            ("" if not page.paired else "candidate ", fact.candidate),
+        ):
             if value:
                 attributes = {"name": _clean(side + fact.name), "value": _clean(value)}
                 ElementTree.SubElement(properties, "property", attributes)

@@ -39,8 +39,8 @@ def summary(page: Page, limit: int = LIMIT) -> str:
         heads = ("verdict", "row", "adopted", "candidate", "reviewed", "limit", "why", "rule", "place")
         blocks.append(f"\n| {' | '.join(heads)} |\n{'|---' * len(heads)}|\n")
     blocks += [
-        f"| {SIGN[row.tone]} {escape(row.label)} | {escape(row.id)} | {escape(row.good)} |"
-        f" {escape(row.bad)} | {escape(row.reviewed)} | {escape(row.limit)} | {escape(row.reason)} |"
+        f"| {SIGN[row.tone]} {escape(row.label)} | {escape(row.id)} | {escape(row.adopted)} |"
+        f" {escape(row.candidate)} | {escape(row.reviewed)} | {escape(row.limit)} | {escape(row.reason)} |"
         f" {escape(row.rule)} | {escape(row.place)} |\n"
         for row in moved
     ]

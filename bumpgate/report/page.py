@@ -32,7 +32,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 class RowView:
     """One line of the table of rows. order: worst first. change: relative, NaN without one.
 
-    good: the adopted side's value; empty in the report of one record. tone: bad, open, good or info.
+    adopted: the adopted side's value; empty in the report of one record. tone: bad, open, good or info.
     reviewed, limit: the baseline's value, and the allowed values. rule: its id and sentence. place: in the source.
     """
 
@@ -40,8 +40,8 @@ class RowView:
     label: str
     tone: str
     order: int
-    good: str
-    bad: str
+    adopted: str
+    candidate: str
     change: float
     unit: str
     reason: str
@@ -60,15 +60,15 @@ class RowView:
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of the provenance: the value of each side (for one record, only `bad`)."""
+    """One line of the provenance: the value of each side (for one record, only `candidate`)."""
 
     name: str
-    good: str
-    bad: str
+    adopted: str
+    candidate: str
 
     @property
     def differs(self) -> bool:
-        return self.good != self.bad
+        return self.adopted != self.candidate
 
 
 @dataclass(frozen=True)
@@ -239,16 +239,16 @@ def _numbers(j: Judgement | None) -> tuple[str, str, str]:
 
 def _gate_row(
     id: str,
-    good: Judgement | None,
-    bad: Judgement | None,
+    adopted: Judgement | None,
+    candidate: Judgement | None,
     timed: Paired | None,
     finding: Finding | None,
     record: Record | None,
     gap: str,
 ) -> RowView:
-    shown = bad or good
+    shown = candidate or adopted
     row = shown.row if shown else None
-    values = [None if j is None or j.row.unmeasured else j.row.value for j in (good, bad)]
+    values = [None if j is None or j.row.unmeasured else j.row.value for j in (adopted, candidate)]
     before, after = values
     change, unit = math.nan, row.unit if row else "ratio"
     if is_finite(before) and is_finite(after) and before:
@@ -256,9 +256,15 @@ def _gate_row(
     shown_values = [show(value) for value in values]
     if timed:
         shown_values, change, unit = ["1", f"{timed.ratio:.4g}"], timed.ratio - 1, "ratio of times"
-    accepted = bad.accepted if bad else ""
+    accepted = candidate.accepted if candidate else ""
     label = (
-        finding.label if finding else bad.label if bad and accepted else timed.outcome if timed else "PASS"
+        finding.label
+        if finding
+        else candidate.label
+        if candidate and accepted
+        else timed.outcome
+        if timed
+        else "PASS"
     )
     uncompared = gap if not finding else ""
     if uncompared and not timed:
@@ -266,7 +272,7 @@ def _gate_row(
     decision = finding.decision if finding else Decision.UNKNOWN if uncompared else Decision.ADOPT
     tone = TONE[decision] if decision is not Decision.ADOPT else "info" if accepted or finding else "good"
     order = list(Decision).index(decision) * 20 + (0 if finding else 10 if accepted else 15)
-    reason = bad.reason if bad else "not measured by the candidate"
+    reason = candidate.reason if candidate else "not measured by the candidate"
     if timed:
         low, high = (f"{x:.4g}" if math.isfinite(x) else "?" for x in timed.interval)
         reason = f"{timed.outcome} in [{low}, {high}] after {timed.sessions} sessions"
@@ -325,10 +331,10 @@ def _headline(gate: GateFile) -> str:
     return "; ".join(parts)
 
 
-def _facts(good: GateSide, bad: GateSide) -> Iterable[Fact]:
+def _facts(adopted: GateSide, candidate: GateSide) -> Iterable[Fact]:
     """Return the facts of both sides, differing ones first; facts that neither side has are left out."""
     known = []
-    for side in (good, bad):
+    for side in (adopted, candidate):
         p = dict(side.record.provenance) if side.record else {}
         p |= {f"package {name}": version for name, version in side.packages.items()}
         p |= {f"git version of {name}": commit for name, commit in side.git_version.items()}
@@ -337,7 +343,7 @@ def _facts(good: GateSide, bad: GateSide) -> Iterable[Fact]:
     facts = [
         Fact(name, *(_text(p.get(name)) for p in known)) for name in dict.fromkeys((*known[0], *known[1]))
     ]
-    return sorted((f for f in facts if f.good or f.bad), key=lambda f: not f.differs)
+    return sorted((f for f in facts if f.adopted or f.candidate), key=lambda f: not f.differs)
 
 
 def _broken(side: GateSide) -> Iterable[str]:

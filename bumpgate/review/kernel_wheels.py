@@ -122,9 +122,9 @@ def lost_rows(gate: GateFile, old: Baseline) -> dict[str, str]:
 
     A row that the machine cannot show is NOT RUN on both sides, and not included.
     """
-    good, bad = (_measured(side.record) for side in (gate.adopted, gate.candidate))
+    adopted, candidate = (_measured(side.record) for side in (gate.adopted, gate.candidate))
     absent = gate.candidate.record.not_run if gate.candidate.record else {}
-    return {row: absent[row] for row in sorted((good - bad) & absent.keys() & old.rows.keys())}
+    return {row: absent[row] for row in sorted((adopted - candidate) & absent.keys() & old.rows.keys())}
 
 
 def given_up_rows(lost: Mapping[str, str], without: Collection[str]) -> frozenset[str]:

@@ -80,7 +80,7 @@ def test_report_shows_numbers_limit_and_rule_of_red_row(ran: Project) -> None:
     ran.pytest("-m", "cpu", "-n", "1")
     shown = page.of(ran.record())
     row = next(r for r in shown.rows if r.id == "compile/changed/graph_breaks")
-    assert (row.bad, row.reviewed, row.limit, row.rule) == ("5", "4", "= 4", RULE)
+    assert (row.candidate, row.reviewed, row.limit, row.rule) == ("5", "4", "= 4", RULE)
     assert row.place.endswith(", model/hybrid.py:88")
     text = markdown.summary(shown)
     assert "| verdict | row | adopted | candidate | reviewed | limit | why | rule | place |" in text

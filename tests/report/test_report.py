@@ -59,7 +59,7 @@ def test_gate_page_shows_both_sides(tmp_path: Path) -> None:
     assert shown.compare.endswith(f"compare/{'c' * 40}...{'d' * 40}")
     order = [r.label for r in shown.rows]
     changed = shown.rows[order.index("CHANGED")]
-    assert (changed.good, changed.bad) == ("13", "17")
+    assert (changed.adopted, changed.candidate) == ("13", "17")
     assert order.index("CHANGED") < order.index("CHANGED (accepted)") < order.index("PASS")
 
 
