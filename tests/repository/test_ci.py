@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from ruamel.yaml import YAML
 
-from bumpgate.cli import app
 from suites.support.lanes import LANES
 from tests.support.tree import ROOT
 
@@ -65,27 +63,6 @@ def test_scripts_do_not_interpolate_untrusted_input(path: Path) -> None:
     pasted = [s["run"] for s in steps(path) if UNTRUSTED.search(s.get("run", ""))]
     assert not pasted
     assert path == ACTION or load(path)["permissions"]["contents"] == "read"
-
-
-def commands(text: str) -> Iterator[tuple[str, set[str]]]:
-    """Yield (command, options) of each call of bumpgate in a script; a backslash continues a line."""
-    for line in text.replace("\\\n", " ").splitlines():
-        for found in re.finditer(r"(?:^|[\s(`])bumpgate ([a-z]+)\b([^|;&)`]*)", line):
-            options = re.findall(r"(?<!\S)(--[a-z][a-z-]*)", found[2].split(" -- ")[0])
-            yield found[1], set(options)
-
-
-def test_every_ci_command_and_option_exists() -> None:
-    group = typer.main.get_command(app)
-    texts = [s["run"] for path in (*WORKFLOWS, ACTION) for s in steps(path) if "run" in s]
-    texts += re.findall(r"```.*?```|`[^`]+`", (ROOT / "docs" / "ci.md").read_text(), re.DOTALL)
-    called = [call for text in texts for call in commands(text)]
-    assert {"gate", "bisect", "report", "history", "accept", "versions"} <= {name for name, _ in called}
-    for name, options in called:
-        command = group.get_command(None, name)
-        assert command, name
-        there = {option for parameter in command.params for option in parameter.opts}
-        assert options <= there, f"bumpgate {name}: {options - there}"
 
 
 def test_every_ci_tox_environment_exists() -> None:
