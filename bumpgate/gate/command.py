@@ -35,7 +35,7 @@ from bumpgate.gate.plan import SessionPlan, plan_for
 from bumpgate.gate.result import Gate, GateConfig, GateError, SideState
 from bumpgate.gate.sides import TITLES, EnvSpec
 from bumpgate.gate.view import View, cut, findings_text
-from bumpgate.history import builds
+from bumpgate.history import adoptions
 from bumpgate.process.file_transaction import ADOPTION, interrupted
 from bumpgate.process.gpu_shares import divide, own_cores, requested
 from bumpgate.process.host import gpu_models
@@ -422,14 +422,14 @@ def other_variant(gate: GateFile) -> str:
 def _recent(lane: str, rows: Sequence[str], days: int) -> Mapping[str, Sequence[DriftReading]]:
     """Return readings from the history; empty if its optional libraries are missing, so that the gate still works."""
     try:
-        return builds.recent(lane, rows, days)
+        return adoptions.recent(lane, rows, days)
     except ExtraMissingError:
         return {}
 
 
 def _adopted_a_month_ago(lane: str) -> str:
     """Return the requirement for `--anchor history`; "", with a notice, if the history has no adopted build."""
-    found = builds.adopted(lane)
+    found = adoptions.adopted(lane)
     day = drift.anchor([day for day, _ in found], accepted.today())
     if day is None:
         typer.echo(

@@ -9,9 +9,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from bumpgate.core.accepted import today
+from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import one_line
+from bumpgate.core.findings import DriftReading
 from bumpgate.core.rows import write_atomic
 from bumpgate.core.toml import tomllib
+from bumpgate.history.archive import Archive, default_store
 from bumpgate.process.file_transaction import (
     ROLLBACK,
     AdoptionError,
@@ -204,3 +208,31 @@ def _entry(raw: Mapping[str, Any]) -> Adoption:
         without=tuple(map(str, raw.get("without", ()))),
         not_in_lock={str(name): str(version) for name, version in raw.get("not_in_lock", {}).items()},
     )
+
+
+def recent(
+    lane: str, rows: Sequence[str], days: int, *, store: str = "", day: date | None = None
+) -> dict[str, tuple[DriftReading, ...]]:
+    """Return row id -> readings of adopted builds against the build of a month before, for `drift.find_drift`."""
+    return Archive(store or default_store()).drifted(lane, rows, days, day or today())
+
+
+def adopted(lane: str, *, store: str = "", root: Path | None = None) -> list[tuple[date, str]]:
+    """Return (day, torch) of every build that a lane adopted, oldest first: `drift.anchor` picks from the days.
+
+    Those in the log of `bumpgate adopt` in the work tree of `root`, and of the days before its first entry the
+    candidates that passed a gate of the history; without the builds whose adoption was rolled back.
+    """
+    entries = [a for a in load(root or find_root(Path.cwd())).entries if a.lane == lane]
+    undone = {_release(a.new) for a in entries if a.rolled_back} - {
+        _release(a.new) for a in entries if not a.rolled_back
+    }
+    first = min((a.day for a in entries), default=date.max)
+    passed = Archive(store or default_store()).adopted(lane)
+    builds = {(a.day, a.new) for a in entries} | {(day, torch) for day, torch in passed if day < first}
+    return sorted((day, torch) for day, torch in builds if _release(torch) not in undone)
+
+
+def _release(torch: str) -> str:
+    """Return a version without the local label, which a wheel's metadata may omit."""
+    return torch.partition("+")[0]

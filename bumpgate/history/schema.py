@@ -19,76 +19,84 @@ LATER = (
 
 def tables(sql: Any) -> dict[str, Any]:
     """Return the tables by name. sql: the module sqlalchemy."""
+    columns = (
+        {"meta": [sql.Column("version", sql.Integer, primary_key=True)]} | _measured(sql) | _findings(sql)
+    )
     metadata = sql.MetaData()
+    return {name: sql.Table(PREFIX + name, metadata, *parts) for name, parts in columns.items()}
+
+
+def _measured(sql: Any) -> dict[str, list[Any]]:
+    """Return the columns of what was measured: runs with their readings, gates with their ratios of times."""
 
     def head() -> list[Any]:
-        """Return the columns that runs and gates share."""
         return [
             sql.Column("id", sql.Integer, primary_key=True),
             sql.Column("digest", sql.String(64), unique=True, nullable=False),
             sql.Column("started", sql.String(32), index=True, nullable=False),
         ]
 
-    def key(name: str, target: str) -> Any:
-        return sql.Column(name, sql.ForeignKey(f"{PREFIX}{target}.id"), primary_key=True)
-
     def side(stored: str, name: str) -> Any:
         """Return the column of a side. stored: its name in the database, from earlier versions."""
         return sql.Column(stored, sql.ForeignKey(f"{PREFIX}runs.id"), key=name)
 
     text, real = sql.Text, sql.Float(53)
-    columns = {
-        "meta": [sql.Column("version", sql.Integer, primary_key=True)],
-        "runs": [
-            *head(),
-            *(sql.Column(name, text) for name in (*TEXTS, "host_class")),
-            sql.Column("red", sql.Boolean),
-        ],
+    return {
+        "runs": [*head(), *_columns(sql, text, *TEXTS, "host_class"), sql.Column("red", sql.Boolean)],
         "readings": [
-            key("run", "runs"),
+            _key(sql, "run", "runs.id"),
             sql.Column("row", sql.String(255), primary_key=True, index=True),
-            *(sql.Column(name, text) for name in ("value", "unit", "verdict")),
-            *(sql.Column(name, real) for name in ("number", "low", "high")),
+            *_columns(sql, text, "value", "unit", "verdict"),
+            *_columns(sql, real, "number", "low", "high"),
             sql.Column("row_red", sql.Boolean),
         ],
         "gates": [
             *head(),
-            sql.Column("lane", text),
-            sql.Column("decision", text),
+            *_columns(sql, text, "lane", "decision"),
             side("good", "adopted"),
             side("bad", "candidate"),
-            *(sql.Column(name, text) for name in ("package", "moved")),
+            *_columns(sql, text, "package", "moved"),
             sql.Column("whole", sql.Boolean),
         ],
         "ratios": [
-            key("gate", "gates"),
+            _key(sql, "gate", "gates.id"),
             sql.Column("row", sql.String(255), primary_key=True),
             sql.Column("outcome", text),
-            *(sql.Column(name, real) for name in ("ratio", "low", "high", "drift")),
+            *_columns(sql, real, "ratio", "low", "high", "drift"),
             sql.Column("sessions", sql.Integer),
         ],
+    }
+
+
+def _findings(sql: Any) -> dict[str, list[Any]]:
+    """Return the columns of findings, the gates that showed them, and the messages about them."""
+    text, topic = sql.Text, sql.String(255)
+    return {
         "findings": [
             sql.Column("key", sql.String(16), primary_key=True),
-            *(sql.Column(name, text) for name in ("lane", "package", "label", "metric")),
-            *(sql.Column(name, text) for name in ("issue", "owner", "topic")),
-        ],
-        "topics": [
-            sql.Column("topic", sql.String(255), primary_key=True),
-            sql.Column("answer", text),
-        ],
-        "posts": [
-            sql.Column("topic", sql.String(255), primary_key=True),
-            sql.Column("channel", sql.String(255), primary_key=True),
-            *(sql.Column(name, text) for name in ("state", "digest", "url")),
-            sql.Column("number", sql.Integer),
+            *_columns(sql, text, "lane", "package", "label", "metric", "issue", "owner", "topic"),
         ],
         "sightings": [
-            key("gate", "gates"),
-            sql.Column("finding", sql.ForeignKey(f"{PREFIX}findings.key"), primary_key=True),
+            _key(sql, "gate", "gates.id"),
+            _key(sql, "finding", "findings.key"),
             sql.Column("detail", text),
         ],
+        "topics": [sql.Column("topic", topic, primary_key=True), sql.Column("answer", text)],
+        "posts": [
+            sql.Column("topic", topic, primary_key=True),
+            sql.Column("channel", topic, primary_key=True),
+            *_columns(sql, text, "state", "digest", "url"),
+            sql.Column("number", sql.Integer),
+        ],
     }
-    return {name: sql.Table(PREFIX + name, metadata, *parts) for name, parts in columns.items()}
+
+
+def _columns(sql: Any, kind: Any, *names: str) -> list[Any]:
+    return [sql.Column(name, kind) for name in names]
+
+
+def _key(sql: Any, name: str, target: str) -> Any:
+    return sql.Column(name, sql.ForeignKey(PREFIX + target), primary_key=True)
 
 
 def carry_over(connection: Any, version: int) -> None:

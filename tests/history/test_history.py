@@ -19,7 +19,7 @@ from bumpgate.core.findings import DriftReading, TimedOutcome
 from bumpgate.core.rows import Record, Verdict, write_record
 from bumpgate.gate.drift import anchor, find_drift
 from bumpgate.gate.verdict import Side
-from bumpgate.history import adoptions, builds
+from bumpgate.history import adoptions
 from bumpgate.history.archive import Archive
 from bumpgate.report import history
 from bumpgate.report.dashboard import NightReading, Series, spans
@@ -112,7 +112,7 @@ def test_adopted_lists_open_adoptions_of_the_lane(tmp_path: Path) -> None:
     (tmp_path / "baselines").mkdir()
     (tmp_path / adoptions.FILE).write_text(adoptions.text(adoptions.Log(entries)))
     assert adoptions.load(tmp_path).entries == entries
-    found = builds.adopted("cpu", store=f"sqlite:///{tmp_path / 'h.sqlite'}", root=tmp_path)
+    found = adoptions.adopted("cpu", store=f"sqlite:///{tmp_path / 'h.sqlite'}", root=tmp_path)
     assert found == [(date(2026, 3, 1), "2.14.0")]
 
 
@@ -131,7 +131,7 @@ def test_log_of_adoptions_decides_from_its_first_entry_on(tmp_path: Path, archiv
     entry = adoptions.Adoption("cpu", date(2026, 10, 5), "", "", "2.14.10-05", "ADOPT", "", "", {}, {})
     (tmp_path / "baselines").mkdir()
     (tmp_path / adoptions.FILE).write_text(adoptions.text(adoptions.Log((entry,))))
-    found = builds.adopted("cpu", store=archive._url.render_as_string(), root=tmp_path)
+    found = adoptions.adopted("cpu", store=archive._url.render_as_string(), root=tmp_path)
     assert found == [(date(2026, 10, 1), "2.14.10-01"), (date(2026, 10, 5), "2.14.10-05")]
 
 
@@ -155,9 +155,9 @@ def test_drift_is_read_from_adopted_builds_only(
     adopted = archive.adopted("cpu")
     assert [torch for _, torch in adopted] == [f"2.14.{d}" for d in (*days[:5], "10-21", "10-25")]
     assert anchor([day for day, _ in adopted], date(2026, 10, 26)) == date(2026, 9, 27)
-    monkeypatch.setattr(builds, "default_store", lambda: archive._url.render_as_string())
-    assert builds.recent("cpu", [ROW], 60, day=date(2026, 10, 26)) == {ROW: found[ROW]}
-    assert builds.adopted("cpu") == adopted
+    monkeypatch.setattr(adoptions, "default_store", lambda: archive._url.render_as_string())
+    assert adoptions.recent("cpu", [ROW], 60, day=date(2026, 10, 26)) == {ROW: found[ROW]}
+    assert adoptions.adopted("cpu") == adopted
 
 
 def test_changes_finds_each_change_of_a_count() -> None:

@@ -206,7 +206,7 @@ class Machine:
             gate.sides.setdefault("anchor", SideState())
         places = {name: EnvSpec(Path(f"/envs/{name}"), self.caches(name)) for name in gate.sides}
         view = View(Console(file=(out / "output.txt").open("a"), width=200))
-        recent = lambda lane, rows, days: self.recent  # noqa: E731 - the shape of builds.recent
+        recent = lambda lane, rows, days: self.recent  # noqa: E731 - the shape of adoptions.recent
         self.bench = GateRunner(gate, self.root, out, places, view, plan, recent, TODAY, **options)
         return self.bench
 
