@@ -40,15 +40,15 @@ class RowView:
     label: str
     tone: str
     order: int
-    adopted: str
     candidate: str
-    change: float
     unit: str
     reason: str
-    rule: str
-    test: str
-    evidence: tuple[str, ...]
     command: str
+    adopted: str = ""
+    change: float = math.nan
+    rule: str = ""
+    test: str = ""
+    evidence: tuple[str, ...] = ()
     reviewed: str = ""
     limit: str = ""
     place: str = ""
@@ -154,13 +154,9 @@ def of_gate(gate: GateFile) -> Page:
     for finding in gate.findings:
         for row in finding.rows:
             worst.setdefault(row, finding)
-    before, after = (_by_id(side.record) for side in (gate.adopted, gate.candidate))
-    ids = dict.fromkeys([*worst, *after, *before, *gate.timed])
-    written, gap = gate.candidate.record or gate.adopted.record, _uncompared(gate)
-    rows = [
-        _gate_row(id, before.get(id), after.get(id), gate.timed.get(id), worst.get(id), written, gap)
-        for id in ids
-    ]
+    known = [_by_id(side.record) for side in (gate.adopted, gate.candidate)]
+    ids = dict.fromkeys([*worst, *known[1], *known[0], *gate.timed])
+    rows = [_gate_row(gate, id, tuple(side.get(id) for side in known), worst.get(id)) for id in ids]
     sides = (gate.adopted, gate.candidate)
     return Page(
         kind="gate",
@@ -208,94 +204,83 @@ def show(value: Value) -> str:
 
 
 def _record_row(j: Judgement, record: Record) -> RowView:
-    value = "-" if j.row.unmeasured else show(j.row.value)
-    reason = f"accepted by {j.accepted}; {j.reason}" if j.accepted else j.reason
-    order = j.verdict.severity if j.red else 50 + j.verdict.severity
-    r = j.row
-    return RowView(
-        r.id,
-        j.label,
-        _tone(j),
-        order,
-        "",
-        value,
-        math.nan,
-        r.unit,
-        reason,
-        sentence(record, r.rule),
-        r.test,
-        r.evidence,
-        j.command,
-        *_numbers(j),
+    return _row(
+        j.row.id,
+        j,
+        record,
+        label=j.label,
+        tone=_tone(j),
+        order=j.verdict.severity if j.red else 50 + j.verdict.severity,
+        candidate=_value(j),
+        reason=f"accepted by {j.accepted}; {j.reason}" if j.accepted else j.reason,
+        command=j.command,
     )
 
 
-def _numbers(j: Judgement | None) -> tuple[str, str, str]:
-    """Return reviewed value, limit and place of a row."""
-    if j is None:
-        return "", "", ""
-    return "" if j.reviewed is None else show(j.reviewed), j.limit, places(j)
-
-
-def _gate_row(
-    id: str,
-    adopted: Judgement | None,
-    candidate: Judgement | None,
-    timed: Paired | None,
-    finding: Finding | None,
-    record: Record | None,
-    gap: str,
-) -> RowView:
-    shown = candidate or adopted
-    row = shown.row if shown else None
-    values = [None if j is None or j.row.unmeasured else j.row.value for j in (adopted, candidate)]
-    before, after = values
-    change, unit = math.nan, row.unit if row else "ratio"
-    if is_finite(before) and is_finite(after) and before:
-        change = (after - before) / abs(before)
-    shown_values = [show(value) for value in values]
-    if timed:
-        shown_values, change, unit = ["1", f"{timed.ratio:.4g}"], timed.ratio - 1, "ratio of times"
+def _gate_row(gate: GateFile, id: str, j: tuple[Judgement | None, ...], finding: Finding | None) -> RowView:
+    """Return the line of a row. j: its judgement on the adopted and on the candidate side."""
+    adopted, candidate = j
+    timed, gap = gate.timed.get(id), "" if finding else _uncompared(gate)
     accepted = candidate.accepted if candidate else ""
-    label = (
-        finding.label
-        if finding
-        else candidate.label
-        if candidate and accepted
-        else timed.outcome
-        if timed
-        else "PASS"
-    )
-    uncompared = gap if not finding else ""
-    if uncompared and not timed:
-        label = UNCOMPARED
-    decision = finding.decision if finding else Decision.UNKNOWN if uncompared else Decision.ADOPT
-    tone = TONE[decision] if decision is not Decision.ADOPT else "info" if accepted or finding else "good"
-    order = list(Decision).index(decision) * 20 + (0 if finding else 10 if accepted else 15)
-    reason = candidate.reason if candidate else "not measured by the candidate"
+    shown = {
+        "adopted": _value(adopted),
+        "candidate": _value(candidate),
+        "change": _change(adopted, candidate),
+    }
     if timed:
         low, high = (f"{x:.4g}" if math.isfinite(x) else "?" for x in timed.interval)
-        reason = f"{timed.outcome} in [{low}, {high}] after {timed.sessions} sessions"
-    if accepted:
+        label, reason = timed.outcome, f"{timed.outcome} in [{low}, {high}] after {timed.sessions} sessions"
+        shown = {"adopted": "1", "candidate": f"{timed.ratio:.4g}", "change": timed.ratio - 1}
+        shown["unit"] = "ratio of times"
+    else:
+        label = UNCOMPARED if gap else "PASS"
+        known = finding or accepted
+        reason = (candidate.reason if candidate else "not measured by the candidate") if known else ""
+    if candidate and accepted:
         reason = f"accepted by {accepted}; {reason}"
-    if uncompared:
-        reason = f"not compared: {uncompared}"
-    return RowView(
+        label = label if gap and not timed else candidate.label
+    decision = finding.decision if finding else Decision.UNKNOWN if gap else Decision.ADOPT
+    right = "info" if accepted or finding else "good"
+    return _row(
         id,
-        label,
-        tone,
-        order,
-        shown_values[0],
-        shown_values[1],
-        change,
-        unit,
-        reason if finding or accepted or timed or uncompared else "",
-        sentence(record, row.rule) if row else "",
-        row.test if row else "",
-        row.evidence if row else (),
-        finding.repro if finding else "",
-        *_numbers(shown),
+        candidate or adopted,
+        gate.candidate.record or gate.adopted.record,
+        label=finding.label if finding else label,
+        tone=right if decision is Decision.ADOPT else TONE[decision],
+        order=list(Decision).index(decision) * 20 + (0 if finding else 10 if accepted else 15),
+        reason=f"not compared: {gap}" if gap else reason,
+        command=finding.repro if finding else "",
+        **shown,
     )
+
+
+def _row(id: str, j: Judgement | None, record: Record | None, **shown: Any) -> RowView:
+    """Return a line with what a judgement states of its row; `shown` is the rest."""
+    if j is None:
+        return RowView(**{"id": id, "unit": "ratio", **shown})
+    row = j.row
+    stated = {
+        "unit": row.unit,
+        "rule": sentence(record, row.rule),
+        "test": row.test,
+        "evidence": row.evidence,
+    }
+    stated |= {
+        "reviewed": "" if j.reviewed is None else show(j.reviewed),
+        "limit": j.limit,
+        "place": places(j),
+    }
+    return RowView(**{"id": id, **stated, **shown})
+
+
+def _value(j: Judgement | None) -> str:
+    return "-" if j is None or j.row.unmeasured else show(j.row.value)
+
+
+def _change(adopted: Judgement | None, candidate: Judgement | None) -> float:
+    """Return the relative change of a number; NaN without one."""
+    before, after = (j.row.value if j and not j.row.unmeasured else None for j in (adopted, candidate))
+    return (after - before) / abs(before) if is_finite(before) and is_finite(after) and before else math.nan
 
 
 def _record_finding(j: Judgement) -> Finding | None:
