@@ -43,12 +43,12 @@ COMMANDS = {
     "rollback": "bumpgate.review.rollback:command",
     "image": "bumpgate.env.image:command",
     "findings": "bumpgate.report.findings:app",
-    "fleet": "bumpgate.fleet.command:app",
+    "fleet": "bumpgate.fleet:app",
     "wheels": "bumpgate.wheels.command:app",
 }
 GROUPS = {
     "findings": "Findings of the history: list, link to an issue, own.",
-    "fleet": "Gates and bisects on many hosts, through Ray or Slurm.",
+    "fleet": "Gates and bisects on the hosts of a Ray cluster.",
     "wheels": "Kernel wheels of a lane: plan, audit, fetch and build them.",
 }
 

@@ -1,4 +1,4 @@
-"""Output of a bisect: one line per probe while it runs, the final answer, and bisect.json for other programs."""
+"""Output of a bisect: a line per probe while it runs, the final answer, and bisect.json for other programs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.status import Status
 
-from bumpgate.bisect import blame
+from bumpgate.bisect import wheel_metadata
 from bumpgate.bisect.attribution import Attribution, PackageChange, changes
 from bumpgate.bisect.bisection import Bisection
 from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.journal import BisectPlan
-from bumpgate.bisect.probe import ProbeResult, Reading, Test
+from bumpgate.bisect.probe import ProbeResult, Reading
 from bumpgate.bisect.search import ProbeOutcome, Search, SearchResult
 from bumpgate.core.findings import Finding
 from bumpgate.core.rows import write_atomic
@@ -33,16 +33,15 @@ STYLE = dict.fromkeys(ProbeOutcome, "yellow") | {ProbeOutcome.GOOD: "green", Pro
 class Watcher:
     """Print one line per probe; on a terminal also show the probe in progress.
 
-    live: show the probe in progress; False if prompts use the same terminal.
     seconds: total time of the probes. last: the reason of the last outcome.
     """
 
-    def __init__(self, console: Console, live: bool = True) -> None:
+    def __init__(self, console: Console) -> None:
         self.console = console
         self.seconds = 0.0
         self.last = ""
         self._left = ""
-        self._status = Status("", console=console) if live and console.is_terminal else None
+        self._status = Status("", console=console) if console.is_terminal else None
 
     def __enter__(self) -> Watcher:
         if self._status:
@@ -78,9 +77,7 @@ class Answer:
 
     good, bad: the two adjacent versions. findings: how their rows differ. unread: suspects without a reading.
     read: number of versions with a reading. noise: misread rates (false BAD, false GOOD).
-    notes: lines on the culprit, where candidates are commits. ranges: lines on the commits between two builds.
     pinned: libraries at fault only as a part of the package that pins them.
-    commits: the commits that may be at fault. compiler: the answer of torch's CompilerBisector, "" without one.
     """
 
     range: Range
@@ -98,10 +95,6 @@ class Answer:
     unread: tuple[str, ...] = ()
     read: int = 0
     noise: tuple[float, float] = (0.0, 0.0)
-    notes: tuple[str, ...] = ()
-    ranges: tuple[str, ...] = ()
-    commits: tuple[dict[str, Any], ...] = ()
-    compiler: str = ""
 
     @property
     def blamed(self) -> tuple[PackageChange, ...]:
@@ -122,29 +115,26 @@ class Answer:
 
 
 def answer(
-    bisection: Bisection,
-    span: Range,
-    result: SearchResult,
-    attribution: Attribution | None,
-    test: Test,
+    bisection: Bisection, span: Range, result: SearchResult, attribution: Attribution | None
 ) -> Answer:
     """Build the Answer for a found result from saved environments and readings. Runs nothing."""
-    _, bad_env = bisection.environments(result)
+    test = bisection.context.test
+    _, bad_environment = bisection.environments(result)
     good, bad = (span.versions[i] for i in bisection.neighbours(result))
     first, last = bisection.in_order(result)
     found = Answer(span, bisection.state.plan, result, attribution, good, bad)
-    before, after = (
+    good_reading, bad_reading = (
         bisection.reading_of(index, outcome)
         for index, outcome in zip(bisection.neighbours(result), (ProbeOutcome.GOOD, ProbeOutcome.BAD))
     )
-    names = (f"{span.package} {version}" for version in (good, bad))
-    findings = test.findings(next(names), before, next(names), after) if before and after else []
+    names = f"{span.package} {good}", f"{span.package} {bad}"
+    findings = test.findings(names, good_reading, bad_reading) if good_reading and bad_reading else []
     suspects = [span.versions[i] for i in result.suspects[:-1]]
     return replace(
         found,
         links=tuple(_links(first, last, [c.name for c in found.blamed] or [span.package])),
         findings=tuple(findings),
-        repro=test.repro(bad_env, after),
+        repro=test.repro(bad_environment, bad_reading),
         changed=tuple(map(str, changes(first.packages, last.packages))),
         pinned=frozenset().union(*(_pinned(cause, first, last) for cause in (found.blamed, *found.others))),
         deciding=test.deciding,
@@ -155,16 +145,16 @@ def answer(
 
 
 def _pinned(cause: Iterable[PackageChange], *environments: Environment) -> set[str]:
-    return blame.pinned([change.name for change in cause], *environments)
+    return wheel_metadata.pinned([change.name for change in cause], *environments)
 
 
 def _links(first: Environment, last: Environment, packages: list[str]) -> list[str]:
-    links = [(name, blame.compare_link(first, last, name)) for name in packages]
+    links = [(name, wheel_metadata.compare_link(first, last, name)) for name in packages]
     return [
         f"{link}{' (commits of the nightly branch: their messages name those of main)' if nightly else ''}"
         for name, link in links
         if link
-        for nightly in [blame.is_nightly(last.packages.get(name)) and not _of_main(last, name)]
+        for nightly in [wheel_metadata.is_nightly(last.packages.get(name)) and not _of_main(last, name)]
     ]
 
 
@@ -189,7 +179,6 @@ def text(found: Answer) -> str:
         lines[0] += f", likely (posterior {result.posterior:.2f} of {found.plan.confidence}{why})"
     assert result.last_old is not None, "a found result has a candidate before it"
     lines.append(f"{old:11} {span.package} {span.label(span.versions[result.last_old])}")
-    lines += found.notes
     lines += _history_lines(found)
     if found.deciding:
         more = f" and {len(found.deciding) - SHOWN} more" if len(found.deciding) > SHOWN else ""
@@ -206,7 +195,7 @@ def text(found: Answer) -> str:
         else ""
     )
     lines.append(
-        f"{'probes':11} {result.probes}{misreads}, of {found.read} of {len(span.versions)} {span.unit}s;"
+        f"{'probes':11} {result.probes}{misreads}, of {found.read} of {len(span.versions)} versions;"
         " a fault that comes and goes between two of them is not seen"
     )
     lines.append(f"{'again':11} {found.repro}")
@@ -236,8 +225,6 @@ def closing_text(found: Answer, probes: float, overhead: float) -> str:
     """Format the package at fault and the time. probes: probes, overhead: seconds."""
     lines = _fault_lines(found)
     lines += [f"{'compare':11} {link}" for link in found.links]
-    lines += found.ranges
-    lines += [f"{'compiler':11} {found.compiler}"] if found.compiler else []
     lines.append(f"{'time':11} {probes:.1f} s in probes, {overhead:.1f} s overhead")
     return "\n".join(lines)
 
@@ -319,8 +306,6 @@ def write_json(path: Path, found: Answer, bisection: Bisection, **more: Any) -> 
         "deciding": list(found.deciding),
         "changed": list(found.changed),
         "compare": list(found.links),
-        "commits": list(found.commits),
-        "compiler": found.compiler,
         "findings": [vars(f) | {"decision": f.decision.name} for f in found.findings],
         "repro": found.repro,
         "readings": [

@@ -1,4 +1,4 @@
-"""Bisect loop: gets the next probe from the search, takes readings, writes the journal, then runs attribution.
+"""Bisect loop: gets the next probes from the search, takes readings, writes the journal, then runs attribution.
 
 All state is on disk, so a killed bisect can resume: it follows the journal and never repeats a finished reading.
 """
@@ -12,23 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from bumpgate.bisect import blame
+from bumpgate.bisect import wheel_metadata
 from bumpgate.bisect.attribution import Attribution, Mixture, attribute, changes
 from bumpgate.bisect.journal import Journal
-from bumpgate.bisect.probe import (
-    READING,
-    BackError,
-    Build,
-    Cause,
-    Hosts,
-    ProbeResult,
-    Reading,
-    Test,
-    exactly,
-    keep,
-    load,
-    take,
-)
+from bumpgate.bisect.probe import READING, Build, Cause, ProbeResult, Reading, Test, keep, load, take
 from bumpgate.bisect.search import ProbeOutcome, Search, SearchResult
 from bumpgate.core.errors import BumpgateError
 from bumpgate.env.build import Environment
@@ -46,12 +33,29 @@ class MachineError(BumpgateError):
     """Infrastructure failure of an endpoint or of several candidates in a row; no evidence about the candidates."""
 
 
-class Ahead(Protocol):
-    """Background builder of the next environments."""
+class Hosts(Protocol):
+    """Where readings are taken: in this process, or on the hosts of a fleet."""
 
-    def start(self, requests: Sequence[Request]) -> None: ...
+    def number(self) -> int:
+        """Return how many readings can be taken at once. Raises BumpgateError if no host is there."""
 
-    def stop(self) -> None: ...
+    def take(self, jobs: Sequence[tuple[Path, Request]]) -> Iterator[Reading]:
+        """Yield the reading of each job as it ends, saved at the job's place; one that was lost has Cause.MACHINE."""
+
+
+@dataclass(frozen=True)
+class ThisHost:
+    """Takes readings in this process, one after another."""
+
+    build: Build
+    test: Test
+
+    def number(self) -> int:
+        return 1
+
+    def take(self, jobs: Sequence[tuple[Path, Request]]) -> Iterator[Reading]:
+        for place, request in jobs:
+            yield take(place, request, self.build, self.test)
 
 
 class Show(Protocol):
@@ -64,27 +68,30 @@ class Show(Protocol):
 
 @dataclass(frozen=True)
 class BisectContext:
-    """Dependencies of a bisect. request: from a version to its request. out: the folder of the readings.
+    """Dependencies of a bisect.
 
+    package: the package whose versions are the candidates.
+    out: the folder of the readings.
+    request: from a version to its request.
+    build: builds a request, or finds it in the cache.
+    hosts: take the readings.
+    test: judges the readings.
+    show: the progress callbacks.
     reliable: a probe is a complete sequential test, so that one reading settles a mixture whatever the plan's misread
-    rates are, unless earlier readings contradicted each other.
-    follow: packages that `build` selects to fit the others; no mixture pins them, and none is at fault by itself.
-    recall: returns an environment that was built before, where candidates are commits and `build` keeps only one.
+        rates are, unless earlier readings contradicted each other.
     together: groups the packages of the two neighbours that a mixture takes from the same side.
-    hosts: take the readings instead of this process, several at once.
+    follow: packages that `build` selects to fit the others; no mixture pins them, and none is at fault by itself.
     """
 
     package: str
     out: Path
     request: Callable[[str], Request]
     build: Build
+    hosts: Hosts
     test: Test
     show: Show
-    ahead: Ahead | None = None
     reliable: bool = False
-    recall: Build | None = None
-    together: Callable[[Environment, Environment], list[set[str]]] = blame.together
-    hosts: Hosts | None = None
+    together: Callable[[Environment, Environment], list[set[str]]] = wheel_metadata.together
     follow: frozenset[str] = frozenset()
 
 
@@ -111,27 +118,12 @@ class Bisection:
 
     def run(self) -> SearchResult:
         """Probe until the search has its answer. Raises MachineError, ProbeError, KeyboardInterrupt."""
-        try:
-            self._learn()
-            while pending := self._due():
-                try:
-                    if self.context.hosts:
-                        self._read_batch(self.context.hosts, pending)
-                    elif any(self._unjudged(end) for end in self._ends()):
-                        self._read_ends()
-                    else:
-                        self._read(pending[0])
-                except BackError:
-                    self._back()
-        finally:
-            if self.context.ahead:
-                self.context.ahead.stop()
+        self._learn()
+        while pending := self.state.decide(self.context.hosts.number()):
+            self._read(pending)
         result = self.search.result()
         assert result is not None, "the journal has no further decision only if there is an answer"
         return result
-
-    def _due(self) -> list[int]:
-        return self.state.decide(self.context.hosts.number() if self.context.hosts else 1)
 
     def steps(self) -> Iterator[Step]:
         """Yield all recorded readings, in order."""
@@ -155,8 +147,7 @@ class Bisection:
 
     def environments(self, result: SearchResult) -> tuple[Environment, Environment]:
         """Return the environments of the two neighbours, the good one first; both have been built."""
-        build = self.context.recall or self.context.build
-        good, bad = (build(self._request(i)) for i in self.neighbours(result))
+        good, bad = (self.context.build(self._request(i)) for i in self.neighbours(result))
         return good, bad
 
     def in_order(self, result: SearchResult) -> tuple[Environment, Environment]:
@@ -201,9 +192,10 @@ class Bisection:
         more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
         name = f"the good set with {', '.join(parts[:SHOWN]) or 'nothing'}{more}"
         self.context.show.probing(name)
-        like = self._request(self.search.first)
         place = self.context.out / "mixtures" / f"{digest}.{attempt}"
-        reading = self._retried(place, blame.mixture_request(packages, like), self.context.build)
+        self._take({place: _mixture_request(packages, self._request(self.search.first))})
+        reading = load(place)
+        assert reading is not None, f"{place} has no reading"
         result = self.context.test.judge(reading)
         self.state.record_mixture(mixture, result.outcome)
         self.context.show.probed(name, reading, result, "")
@@ -211,43 +203,47 @@ class Bisection:
 
     def _by_importance(self, mixture: Mixture) -> list[str]:
         """Sort a mixture's names: the bisected package first, libraries that another package pins last."""
-        return sorted(mixture, key=lambda n: (n != self.context.package, bool(blame.LINKED.fullmatch(n)), n))
+        linked = wheel_metadata.LINKED
+        return sorted(mixture, key=lambda n: (n != self.context.package, bool(linked.fullmatch(n)), n))
 
-    def _read_ends(self) -> None:
-        """Read both endpoints before judging either: the deciding rows are those that differ between them."""
-        readings = {}
-        for end in self._ends():
-            if not self._unjudged(end):
-                continue
-            reading = self._reading(end)
-            unusable = self.context.test.unusable(reading)
-            if unusable is not None:
-                self._record(end, reading, unusable)
-                return
-            readings[end] = reading
-        self._learn()
-        for end, reading in readings.items():
-            self._record(end, reading, self.context.test.judge(reading))
+    def _read(self, pending: Sequence[int]) -> None:
+        """Take the readings of a decision, as many at once as there are hosts, and record their outcomes.
 
-    def _read_batch(self, hosts: Hosts, pending: Sequence[int]) -> None:
-        """Take the readings of a batch on several hosts. Each is saved as it arrives, so that a kill does not lose it.
-
-        Raises MachineError, after the others have been judged, for a reading that a host could not take.
+        No reading can be judged before the readings of the endpoints, because the deciding rows are those that differ
+        between them.
         """
-        # No reading can be judged before those of the endpoints.
         ends = [end for end in self._ends() if self._unjudged(end) and end not in pending]
+        before = len(self.search.history)
         counts = Counter(i for i, _ in self.search.history)
-        jobs: list[tuple[int, Path]] = []
+        jobs: dict[Path, int] = {}
         for index in (*ends, *pending):
-            jobs.append((index, self._place(index, counts[index])))
+            jobs[self._place(index, counts[index])] = index
             counts[index] += 1
-        names = ", ".join(self.search.candidates[index] for index, _ in jobs)
-        self.context.show.probing(f"{self.context.package} {names}")
-        self._judge(jobs)
+        self._judge(jobs)  # readings of a killed run
+        missing = [place for place in jobs if load(place) is None]
+        at_once = self.context.hosts.number()
+        while missing:
+            group, missing = missing[:at_once], missing[at_once:]
+            names = ", ".join(self.search.candidates[jobs[place]] for place in group)
+            self.context.show.probing(f"{self.context.package} {names}")
+            required = [place for place in group if jobs[place] in self._ends()]
+            self._take({place: self._request(jobs[place]) for place in group}, required, jobs)
+            self._judge(jobs)
+            if any(i in self._ends() and self._unjudged(i) for i, _ in self.search.history[before:]):
+                return  # an endpoint has no verdict: it is read again before all others
+
+    def _take(
+        self, requests: Mapping[Path, Request], required: Sequence[Path] = (), jobs: Mapping[Path, int] = {}
+    ) -> None:
+        """Take the readings of requests, by place. A reading is repeated if the machine failed, then kept as such.
+
+        required: places whose failure ends the bisect. jobs: what to judge as each reading arrives.
+        Raises MachineError, without keeping the reading, for a required one or for two failures in a row.
+        """
         failed: dict[Path, Reading] = {}
         for _ in range(TRIES):
-            missing = [(place, self._request(index)) for index, place in jobs if load(place) is None]
-            for reading in hosts.take(missing) if missing else ():
+            missing = [(place, request) for place, request in requests.items() if load(place) is None]
+            for reading in self.context.hosts.take(missing) if missing else ():
                 failed.pop(reading.place, None)
                 if reading.cause is Cause.MACHINE:
                     (reading.place / READING).unlink()
@@ -255,52 +251,32 @@ class Bisection:
                 else:
                     self._judge(jobs)
         for place, reading in failed.items():
-            index = next(index for index, its in jobs if its == place)
-            if self._machine_failed or index in self._ends():
-                raise MachineError(
-                    f"{self.context.package} {self.search.candidates[index]}: {reading.failure}"
-                )
+            if self._machine_failed or place in required:
+                title = requests[place].title
+                raise MachineError(f"{title}: {reading.failure.removeprefix(f'{title}: ')}")
             self._machine_failed = True
             keep(reading)
         self._machine_failed = bool(failed)
-        self._judge(jobs)
 
-    def _judge(self, jobs: Sequence[tuple[int, Path]]) -> None:
+    def _judge(self, jobs: Mapping[Path, int]) -> None:
         """Record the outcomes of the readings that are there, once both endpoints are.
 
-        A candidate's readings are recorded in order: their number is that of the place of the next one.
+        A candidate's readings are recorded in order: their number is part of the next one's place.
         """
-        ends = [load(self._next_place(end)) for end in self._ends() if self._unjudged(end)]
-        for index, place in jobs:
-            reading = load(place) if place == self._next_place(index) and self._unjudged(index) else None
-            unusable = self.context.test.unusable(reading) if reading and index in self._ends() else None
+        ends = [(end, load(self._next_place(end))) for end in self._ends() if self._unjudged(end)]
+        for end, reading in ends:
+            unusable = self.context.test.unusable(reading) if reading else None
             if reading and unusable:
-                self._record(index, reading, unusable)
+                self._record(end, reading, unusable)
                 return
-        if not all(ends):
+        if not all(reading for _, reading in ends):
             return
-        self._learn()
-        for index, place in jobs:
+        if any(index in self._ends() for index in jobs.values()):
+            self._learn()
+        for place, index in jobs.items():
             reading = load(place) if place == self._next_place(index) else None
             if reading:
                 self._record(index, reading, self.context.test.judge(reading))
-
-    def _read(self, index: int) -> None:
-        reading = self._reading(index)
-        if index in self._ends():
-            self._learn()
-        self._record(index, reading, self.context.test.judge(reading))
-
-    def _back(self) -> None:
-        """Forget the last reading: its file first, so that a kill in between leaves the outcome in place."""
-        if not self.search.history:
-            for end in self._ends():
-                (self._place(end, 0) / READING).unlink(missing_ok=True)
-            return
-        index, _ = self.search.history[-1]
-        attempt = sum(i == index for i, _ in self.search.history) - 1
-        (self._place(index, attempt) / READING).unlink(missing_ok=True)
-        self.state.back()
 
     def _learn(self) -> None:
         """Pass all saved endpoint readings to the test, so that a resumed bisect learns the same."""
@@ -315,43 +291,6 @@ class Bisection:
         while reading := load(self._place(index, attempt)):
             yield reading
             attempt += 1
-
-    def _reading(self, index: int) -> Reading:
-        version = self.search.candidates[index]
-        self.context.show.probing(f"{self.context.package} {version}")
-
-        def build(request: Request) -> Environment:
-            checked = exactly(self.context.build, self.context.package, version)
-            environment = (self.context.build if self.context.recall else checked)(request)
-            # Only now: the prefetch in progress may have been building this environment.
-            later = [*(i for i in self.state.decide() if i != index), *self.search.prefetch()]
-            if self.context.ahead:
-                self.context.ahead.start([self._request(i) for i in dict.fromkeys(later)])
-            return environment
-
-        return self._retried(self._next_place(index), self._request(index), build, index in self._ends())
-
-    def _retried(self, place: Path, request: Request, build: Build, end: bool = False) -> Reading:
-        """Take a reading; retry if the machine failed. If it fails again, keep the reading and skip the candidate.
-
-        Raises MachineError, without keeping the reading, for an endpoint or for two skipped candidates in a row.
-        """
-        for _ in range(TRIES):
-            reading = self._taken(place, request, build)
-            if reading.cause is not Cause.MACHINE:
-                self._machine_failed = False
-                return reading
-            (place / READING).unlink()
-        if self._machine_failed or end:
-            raise MachineError(f"{request.title}: {reading.failure.removeprefix(f'{request.title}: ')}")
-        self._machine_failed = True
-        keep(reading)
-        return reading
-
-    def _taken(self, place: Path, request: Request, build: Build) -> Reading:
-        if self.context.hosts:
-            return load(place) or next(iter([*self.context.hosts.take([(place, request)])]))
-        return take(place, request, build, self.context.test)
 
     def _record(self, index: int, reading: Reading, result: ProbeResult) -> None:
         version = self.search.candidates[index]
@@ -375,3 +314,18 @@ class Bisection:
 
     def _place(self, index: int, attempt: int) -> Path:
         return self.context.out / "probes" / f"{self.search.candidates[index]}.{attempt}"
+
+
+def _mixture_request(packages: Mapping[str, str], like: Request) -> Request:
+    """Request exactly these packages from the sources of `like`. Dependencies are ignored: the pins conflict."""
+    return Request(
+        tuple(f"{name}==={version}" for name, version in sorted(packages.items())),
+        python=like.python,
+        index=like.index,
+        find_links=like.find_links,
+        offline=like.offline,
+        dependencies=False,
+        script=like.script,
+        only_wheels=like.only_wheels,
+        name="a mixture",
+    )

@@ -1,19 +1,30 @@
-"""Turns two endpoints (versions or dates) into the list of candidates: oldest first, one build per version. No I/O."""
+"""Candidates of a bisect: the versions of an index between two endpoints, or prepared environments in a folder."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import cached_property
+from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
 from bumpgate.core.errors import BumpgateError
+from bumpgate.env.build import Environment, NotInstallable
+from bumpgate.env.request import Request
 from bumpgate.env.versions import FoundVersion, missing_days
+from bumpgate.process.child import ChildFault, Interpreter
+from bumpgate.process.runner import IMPORT_SECONDS, child_environment
 
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+INSTALLED = """
+import importlib.metadata, json, re
+found = reversed([*importlib.metadata.distributions()])
+print(json.dumps({re.sub("[-_.]+", "-", d.metadata["Name"]).lower(): d.version for d in found}))
+"""
 
 
 class RangeError(BumpgateError):
@@ -25,7 +36,6 @@ class Range:
     """Range of candidates.
 
     versions: oldest first, both endpoints included. yanked: versions left out. missing: days without a build.
-    unit: what a candidate is, "version" or "commit".
     """
 
     package: str
@@ -35,13 +45,10 @@ class Range:
     dates: Mapping[str, date]
     yanked: tuple[str, ...] = ()
     missing: int = 0
-    unit: str = "version"
 
     def summary(self, about: int) -> str:
         """`torch: 17 versions between 2.9.0 (good) and 2.13.0 (bad), about 9 probes`; about: the number of probes."""
-        text = (
-            f"{self.package}: {len(self.versions) - 2} {self.unit}{'s' * (len(self.versions) != 3)} between "
-        )
+        text = f"{self.package}: {len(self.versions) - 2} version{'s' * (len(self.versions) != 3)} between "
         states = ("good", "bad") if self.good == self.versions[0] else ("bad", "good")
         ends = [f"{self.label(v)} ({s})" for v, s in zip((self.versions[0], self.versions[-1]), states)]
         text += f"{' and '.join(ends)}, "
@@ -54,12 +61,6 @@ class Range:
         """Return the version with its build date, if that is known and not part of the version."""
         day = self.dates.get(version)
         return f"{version} of {day}" if day and f"{day:%Y%m%d}" not in version else version
-
-
-def one(package: str, found: Sequence[FoundVersion], name: str) -> str:
-    """Return the version that a version or a date names: the last build on or before that day."""
-    listed = _of_variant(found, _variant(name), by_commit=_names_commit(name))
-    return listed[_resolve(package, listed, name, later=False)].version
 
 
 def needs_prereleases(*ends: str) -> bool:
@@ -201,3 +202,81 @@ def _check_order(package: str, found: Iterable[FoundVersion]) -> None:
     if count > 1:
         names = [f.version for f in found if Version(f.version).public == public]
         raise RangeError(f"{package} comes in variants ({', '.join(names)}): name one in both endpoints")
+
+
+class PreparedError(BumpgateError):
+    """A folder without a usable environment, or an interpreter that does not run. One line."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The environments FOLDER/NAME, each with its bin/python; a machine without an index has no other ones.
+
+    Of several with the same version of `package`, the first by name is the candidate. The others have it together with
+    other versions of its set, and are for attribution alone.
+    """
+
+    folder: Path
+    package: str
+
+    @cached_property
+    def environments(self) -> tuple[Environment, ...]:
+        """All environments that have the package, sorted by name. Raises PreparedError if there is none."""
+        out = []
+        for python in sorted(self.folder.absolute().glob("*/bin/python")):
+            name = python.parent.parent.name
+            try:
+                packages = _installed(python)
+            except ChildFault as fault:
+                raise PreparedError(f"--environments: {python} does not run: {fault}") from None
+            if self.package in packages:
+                out.append(Environment(name, python, name, packages))
+        if not out:
+            raise PreparedError(
+                f"--environments {self.folder}: no NAME/bin/python in it has {self.package} installed"
+            )
+        return tuple(out)
+
+    def versions(self) -> list[FoundVersion]:
+        """Return the versions of the package, in order."""
+        found = {e.packages[self.package] for e in self.environments}
+        return [FoundVersion(version, None, None, "") for version in sorted(found, key=Version)]
+
+    def request(self, version: str) -> Request:
+        """Return the request of a candidate."""
+        return Request((f"{self.package}==={version}",), name=f"{self.package} {version}")
+
+    def __call__(self, request: Request) -> Environment:
+        """Return the first environment with the requested packages; of a mixture, it has these and no others.
+
+        Raises NotInstallable if there is none.
+        """
+        packages = dict(requirement.split("===") for requirement in request.requirements)
+        for environment in self.environments:
+            exact = request.dependencies or len(packages) == len(environment.packages)
+            if exact and packages.items() <= environment.packages.items():
+                return environment
+        raise NotInstallable(f"{request.title}: no environment of {self.folder} has it", self.folder, "")
+
+    def together(self, good: Environment, bad: Environment) -> list[set[str]]:
+        """Group the packages that no prepared environment separates: each one has all of a group from the same side."""
+        mixed = [
+            e.packages for e in self.environments if _is_mixture(e.packages, good.packages, bad.packages)
+        ]
+        groups: dict[tuple[bool, ...], set[str]] = defaultdict(set)
+        for name in good.packages.keys() | bad.packages.keys():
+            groups[tuple(packages.get(name) == bad.packages.get(name) for packages in mixed)].add(name)
+        return list(groups.values())
+
+
+def _installed(python: Path) -> dict[str, str]:
+    """Return the packages of an interpreter, canonical name to version. Raises ChildFault if it does not run."""
+    child = Interpreter(python, python.parent, child_environment(python, None))
+    packages: dict[str, str] = child.json("-I", "-c", INSTALLED, timeout=IMPORT_SECONDS)
+    return packages
+
+
+def _is_mixture(packages: Mapping[str, str], good: Mapping[str, str], bad: Mapping[str, str]) -> bool:
+    """Return whether each package has its version of one of the two sides."""
+    names = packages.keys() | good.keys() | bad.keys()
+    return all(packages.get(name) in (good.get(name), bad.get(name)) for name in names)

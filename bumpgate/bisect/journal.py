@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bumpgate.bisect.attribution import Mixture
-from bumpgate.bisect.batch import batch
-from bumpgate.bisect.search import ProbeOutcome, Search
+from bumpgate.bisect.search import ProbeOutcome, Search, batch
 from bumpgate.core.errors import BumpgateError, one_line
 
 SCHEMA = 1
@@ -98,11 +97,6 @@ class Journal:
         _write(self._file, {"index": index, "outcome": outcome.value})
         self._take(index, outcome)
 
-    def back(self) -> None:
-        """Write down that the last outcome does not count, and restore the search without it."""
-        _write(self._file, {"back": True})
-        self._take_back()
-
     def decide_mixture(self, mixture: Mixture) -> None:
         """Write down that a mixture is about to be probed."""
         if self._pending_mixture != mixture:
@@ -129,13 +123,6 @@ class Journal:
         if index in self._pending:
             self._pending.remove(index)
 
-    def _take_back(self) -> None:
-        kept = self.search.history[:-1]
-        self.search = self.plan.search()
-        for index, outcome in kept:
-            self.search.record(index, outcome)
-        self._pending = []
-
     def _take_mixture(self, mixture: Mixture, outcome: ProbeOutcome) -> None:
         self.mixtures.append((mixture, outcome))
         self._pending_mixture = None
@@ -147,8 +134,6 @@ class Journal:
             self._pending = [int(i) for i in entry["probe"]]
         elif keys == {"index", "outcome"}:
             self._take(entry["index"], ProbeOutcome(entry["outcome"]))
-        elif keys == {"back"}:
-            self._take_back()
         elif keys == {"mixture"}:
             self._pending_mixture = frozenset(entry["mixture"])
         elif keys == {"mixture", "outcome"}:

@@ -1,7 +1,8 @@
-"""Options of a bisect: their checks, the command line that repeats them, and their resolution."""
+"""Options of a bisect, declared once for the command line: their checks, environments, and test."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -10,30 +11,33 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from packaging.utils import canonicalize_name
 
-from bumpgate.bisect import commits, ranges
-from bumpgate.bisect.builder import Builder
-from bumpgate.bisect.candidates import Range, between, needs_prereleases, one
-from bumpgate.bisect.command_probe import CommandTest
+from bumpgate.bisect import gate_finding, wheel_metadata
+from bumpgate.bisect.candidates import Prepared, Range, between, needs_prereleases
 from bumpgate.bisect.gate_finding import GateFinding
 from bumpgate.bisect.journal import BisectPlan
-from bumpgate.bisect.prepared import Prepared
-from bumpgate.bisect.probe import Test
-from bumpgate.bisect.shell import InteractiveTest
-from bumpgate.bisect.suite_probe import SuiteTest
-from bumpgate.bisect.times_probe import TimedTest
+from bumpgate.bisect.probe import Build, CommandTest, SuiteTest, Test, exactly
+from bumpgate.bisect.timed_probe import TimedTest
 from bumpgate.core import lanes
 from bumpgate.core.baseline import find_root, tier
 from bumpgate.core.errors import BumpgateError, one_line
-from bumpgate.env.build import Environment
+from bumpgate.env.build import Environment, build
+from bumpgate.env.cached import Disk
+from bumpgate.env.mirror import copies
 from bumpgate.env.request import RUNNING, Request, lane_request
 from bumpgate.env.uv import public_url
-from bumpgate.env.versions import FoundVersion, versions
+from bumpgate.env.versions import versions
 from bumpgate.process.child import require_syntax
+from bumpgate.wheels.fitting import Fitter, missing
+from bumpgate.wheels.fitting import variables as absent_variables
 
 USAGE, NOTHING_SELECTED = 4, 5
+# What torch.compile imports, which not every torch requires. torch.utils.cpp_extension of an old torch needs
+# pkg_resources, which setuptools 82 removed.
 COMPILING = {"numpy": "numpy", "setuptools": "setuptools<82"}
 NAME = re.compile(r"[\w.-]+")
 
@@ -43,37 +47,123 @@ class BisectError(BumpgateError):
 
 
 @dataclass(frozen=True)
-class Options:
-    """Bisect options, apart from the output folder. A resumed bisect must use the same ones.
+class Setup:
+    """The environments of a bisect and the test that judges them.
 
-    index and find_links have uv's format; passwords in their URLs are not saved. gate: path of the gate.json that
-    `finding` was read from, "" without one; lane and selection are then those of the finding. row: of the finding.
-    builder: makes the environment of a commit of the first `repository`; good and bad are commits then.
-    interactive: the user judges each version. environments: the folder of the prepared environments, "" without one.
+    request: from a version to the request of its environment.
+    build: builds a request, and refuses another version of the package than the requested one.
+    follow: packages that `build` selects to fit the others.
+    together: groups the packages of two environments that come from the same side in every mixture.
     """
 
-    package: str
-    good: str
-    bad: str
-    lane: str
-    selection: tuple[str, ...]
-    command: str
-    index: str | None
-    find_links: tuple[str, ...]
-    extra: tuple[str, ...]
-    timeout: float | None
-    find_fix: bool
-    false_bad: float | None
-    false_good: float | None
-    confidence: float
-    budget: int | None
-    gate: str = ""
-    row: str = ""
+    request: Callable[[str], Request]
+    build: Build
+    test: Test
+    follow: frozenset[str]
+    together: Callable[[Environment, Environment], list[set[str]]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `bumpgate bisect`.
+
+    `resolved` gives the options that the other methods take. index and find_links have uv's format; passwords in their
+    URLs are not saved. finding: what `from_gate` names, from which lane and selection then come.
+    """
+
+    good: Annotated[str, typer.Option(help="A good version, or the date of a good nightly (2026-10-01).")] = (
+        ""
+    )
+    bad: Annotated[str, typer.Option(help="A bad version or date; later, unless --find-fix.")] = ""
+    selection: Annotated[tuple[str, ...], typer.Argument(help="After --: what pytest runs.")] = ()
+    lane: Annotated[str, typer.Option(help="A declared lane; its set is installed around the package.")] = ""
+    package: Annotated[str, typer.Option(help="torch, triton, or any package of the set.")] = "torch"
+    command: Annotated[
+        str,
+        typer.Option(help="Your own test instead: exit 0 good, 1-124 bad, 125 skip; {python}."),
+    ] = ""
+    from_gate: Annotated[
+        Path | None,
+        typer.Option(help="gate.json: bisect its worst finding between its two sides, SLOWER included."),
+    ] = None
+    environments: Annotated[
+        str,
+        typer.Option(
+            help="Build nothing: the candidates are the environments DIR/NAME (bin/python); not in a fleet."
+        ),
+    ] = ""
+    row: Annotated[
+        str, typer.Option(help="With --from-gate: the finding that has this row, instead of the worst.")
+    ] = ""
+    index: Annotated[str | None, typer.Option(help="An index that takes precedence over the host's.")] = None
+    find_links: Annotated[tuple[str, ...], typer.Option(help="A folder or page of wheels; repeatable.")] = ()
+    store: Annotated[
+        tuple[str, ...], typer.Option(help="A store with nightlies of `bumpgate mirror`; repeatable.")
+    ] = ()
+    extra: Annotated[
+        tuple[str, ...],
+        typer.Option("--with", help="A requirement in addition to the package; repeatable."),
+    ] = ()
+    find_fix: Annotated[
+        bool, typer.Option("--find-fix", help="Find the first good version after a bad one.")
+    ] = False
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which a probe ends without a verdict.")
+    ] = None
+    false_bad: Annotated[
+        float | None, typer.Option(help="How often a good version reads bad; estimated by default.")
+    ] = None
+    false_good: Annotated[
+        float | None, typer.Option(help="How often a bad version reads good; estimated by default.")
+    ] = None
+    confidence: Annotated[float, typer.Option(help="The posterior at which an answer is sure.")] = 0.98
+    budget: Annotated[
+        int | None, typer.Option(help="Readings after which the likeliest answer is given; 60 by default.")
+    ] = None
+    out: Annotated[Path | None, typer.Option(help="Where state, logs and bisect.json go.")] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the bisect in --out.")] = False
+    attribution: Annotated[bool, typer.Option(help="Then find the package of the set that is at fault.")] = (
+        True
+    )
+    disk: Disk = None
     finding: GateFinding | None = None
-    builder: str = ""
-    repository: tuple[str, ...] = ()
-    interactive: bool = False
-    environments: str = ""
+
+    def resolved(self) -> Options:
+        """Return the options with the finding of a gate, canonical names, and the folders of stores in find_links."""
+        found = replace(
+            self,
+            package=canonicalize_name(self.package),
+            find_links=(*self.find_links, *copies(self.store)),
+            store=(),
+        )
+        return found._with_finding() if self.from_gate or self.row else found
+
+    def _with_finding(self) -> Options:
+        if self.from_gate is None:
+            raise BisectError("--row names a row of --from-gate GATE_JSON, which is missing")
+        if self.lane or self.selection or self.command:
+            raise BisectError(
+                "--from-gate takes lane and tests from the gate: leave out --lane, --command and --"
+            )
+        found = gate_finding.load(self.from_gate, self.row)
+        good, bad = self.good, self.bad
+        if not (good and bad):
+            ends = found.versions(self.package)
+            good, bad = good or ends[0], bad or ends[1]
+        return replace(
+            self,
+            good=good,
+            bad=bad,
+            lane=found.lane,
+            selection=(*found.options, *found.nodes),
+            from_gate=Path(os.path.abspath(self.from_gate)),
+            finding=found,
+        )
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the bisect."""
+        return self.out or Path(f"bisect-{self.package}-{self.good}-{self.bad}".replace("/", "-"))
 
     @cached_property
     def prepared(self) -> Prepared | None:
@@ -86,31 +176,45 @@ class Options:
         return self.finding is not None and bool(self.finding.ratios)
 
     def line(self) -> tuple[str, ...]:
-        """Return the command-line arguments that repeat this bisect."""
+        """Return the arguments that repeat this bisect, without those that only say how to run it.
+
+        A resumed bisect must have the same ones: the order is part of the journal's format.
+        """
         valued = {
-            "--from-gate": self.gate,
+            "--from-gate": self.from_gate,
             "--row": self.row,
-            "--lane": "" if self.gate else self.lane,
+            "--lane": "" if self.from_gate else self.lane,
             "--package": self.package,
             "--good": self.good,
             "--bad": self.bad,
             "--index": public_url(self.index or ""),
-            "--builder": self.builder,
             "--environments": self.environments,
             "--command": self.command,
-            "--timeout": "" if self.timeout is None else f"{self.timeout:g}",
-            "--false-bad": "" if self.false_bad is None else f"{self.false_bad:g}",
-            "--false-good": "" if self.false_good is None else f"{self.false_good:g}",
-            "--confidence": f"{self.confidence:g}",
-            "--budget": "" if self.budget is None else str(self.budget),
+            "--timeout": self.timeout,
+            "--false-bad": self.false_bad,
+            "--false-good": self.false_good,
+            "--confidence": self.confidence,
+            "--budget": self.budget,
         }
-        parts = [part for option, value in valued.items() if value for part in (option, value)]
+        parts = [
+            part
+            for option, value in valued.items()
+            if value not in (None, "")
+            for part in (option, f"{value:g}" if isinstance(value, float) else str(value))
+        ]
         parts += [part for place in self.find_links for part in ("--find-links", public_url(place))]
         parts += [part for requirement in self.extra for part in ("--with", requirement)]
-        parts += [part for place in self.repository for part in ("--repository", place)]
         parts += ["--find-fix"] if self.find_fix else []
-        parts += ["--interactive"] if self.interactive else []
-        return (*parts, *(["--", *self.selection] if self.selection and not self.gate else []))
+        return (*parts, *(["--", *self.selection] if self.selection and not self.from_gate else []))
+
+    def resume_line(self, *command: str) -> str:
+        """Return the command that continues this bisect. command: the words after `bumpgate`."""
+        line = self.line()
+        cut = line.index("--") if "--" in line else len(line)
+        flags = [] if self.attribution else ["--no-attribution"]
+        flags += ["--disk", self.disk] if self.disk else []
+        more = ("--out", str(self.folder), *flags, "--resume")
+        return shlex.join(["bumpgate", *command, *line[:cut], *more, *line[cut:]])
 
     def check(self) -> Path | None:
         """Check the options and return the source tree, if the bisect needs one. Raises BumpgateError, one line."""
@@ -119,9 +223,7 @@ class Options:
         if self.command and self.selection:
             raise BisectError("--command and a pytest selection: use one, not both")
         require_syntax(self.command)
-        if self.interactive and self.selection:
-            raise BisectError("--interactive and a pytest selection: use one, not both")
-        if not (self.command or self.interactive or (self.lane and self.selection)):
+        if not (self.command or (self.lane and self.selection)):
             raise BisectError(
                 "name what to run: --lane LANE -- PYTEST-SELECTION, or --command '{python} test.py'"
             )
@@ -131,8 +233,10 @@ class Options:
             raise BisectError(
                 "--timeout does not apply to timed rows, whose tests have the gate's limit: leave it out"
             )
-        self._check_builder()
-        ranges.check(self.repository)
+        if self.environments and (self.index or self.find_links or self.extra):
+            raise BisectError(
+                "--environments gives the complete environment: leave out --index, --find-links, --with"
+            )
         return self.root()
 
     def root(self) -> Path | None:
@@ -142,27 +246,6 @@ class Options:
         root = find_root(Path.cwd())
         lanes.require(root, self.lane)
         return root
-
-    def _check_builder(self) -> None:
-        if self.builder and self.environments:
-            raise BisectError("--builder and --environments: use one, not both")
-        if (self.builder or self.environments) and (self.index or self.find_links or self.extra):
-            named = "--builder" if self.builder else "--environments"
-            raise BisectError(
-                f"{named} gives the complete environment: leave out --index, --find-links, --with"
-            )
-        if not self.builder:
-            return
-        if not self.repository:
-            raise BisectError("--builder builds the commits of a clone: name it with --repository DIR")
-        if self.timed:
-            raise BisectError(
-                "--builder keeps one commit at a time, and times are compared in pairs: bisect the versions"
-            )
-
-    def commit_builder(self, out: Path) -> Builder:
-        """Return the builder of commits. out: the folder of the bisect."""
-        return Builder(self.builder, commits.Clone(Path(self.repository[0])), self.package, out)
 
     def check_selection(self, root: Path) -> None:
         """Raise BisectError if this interpreter's pytest selects no test or rejects an option.
@@ -183,28 +266,18 @@ class Options:
             raise BisectError(one_line(words[0].removeprefix("ERROR: ") if words else done.stderr))
 
     def range(self, root: Path | None) -> Range:
-        """Return the versions from endpoint to endpoint, from the index; with a builder, the commits."""
-        if self.builder:
-            clone = commits.Clone(Path(self.repository[0]))
-            return commits.between(clone, self.package, self.good, self.bad, find_fix=self.find_fix)
-        found = self._listed(root, self.good, self.bad)
-        return between(self.package, found, self.good, self.bad, find_fix=self.find_fix)
-
-    def version(self, root: Path | None, name: str) -> str:
-        """Return the version that a version or a date names."""
-        return one(self.package, self._listed(root, name), name)
-
-    def _listed(self, root: Path | None, *names: str) -> list[FoundVersion]:
-        """Return the versions in the index and the folders; prereleases if a name is one, or a date."""
+        """Return the versions from endpoint to endpoint, in the index and the folders, or of prepared environments."""
         if self.prepared:
-            return self.prepared.versions()
-        return versions(
-            self.package,
-            index=self.index,
-            find_links=self.find_links,
-            python=lane_request(root, self.lane).python if root else RUNNING,
-            pre=needs_prereleases(*names),
-        )
+            found = self.prepared.versions()
+        else:
+            found = versions(
+                self.package,
+                index=self.index,
+                find_links=self.find_links,
+                python=lane_request(root, self.lane).python if root else RUNNING,
+                pre=needs_prereleases(self.good, self.bad),
+            )
+        return between(self.package, found, self.good, self.bad, find_fix=self.find_fix)
 
     def plan(self, span: Range, test: Test) -> BisectPlan:
         """Return the plan of the search.
@@ -217,28 +290,46 @@ class Options:
             bounds, confirm = test.misreads, 1
             false_bad = bounds[0] if false_bad is None else false_bad
             false_good = bounds[1] if false_good is None else false_good
-        if self.interactive:
-            # A user repeats a test before the answer (retry), and corrects an answer (back).
-            confirm, false_bad, false_good = 0, false_bad or 0.0, false_good or 0.0
         return BisectPlan(
-            span.versions,
-            span.good,
-            span.bad,
-            self.line(),
-            false_bad,
-            false_good,
-            self.confidence,
-            self.find_fix,
-            self.budget,
-            confirm,
-            self.finding.digest if self.finding else "",
+            candidates=span.versions,
+            good=span.good,
+            bad=span.bad,
+            command=self.line(),
+            false_bad=false_bad,
+            false_good=false_good,
+            confidence=self.confidence,
+            find_fix=self.find_fix,
+            budget=self.budget,
+            confirm=confirm,
+            finding=self.finding.digest if self.finding else "",
         )
 
-    def request(self, root: Path | None) -> Callable[[str], Request]:
-        """Return a function from a version to its environment request.
+    def setup(self, root: Path | None, good: str, say: Callable[[str], None]) -> Setup:
+        """Return the environments and the test of this bisect.
 
-        A package other than torch replaces the version that torch requires.
+        root: the source tree of the lane. good: the version of the good endpoint, with which timed rows are paired.
+        say: prints a line while another process has the device.
         """
+        prepared = self.prepared
+        fitter = Fitter(root, self.lane, self.find_links) if root and not prepared else None
+        make: Build = prepared or fitter or build
+        request = prepared.request if prepared else self._request(root)
+
+        def variables(environment: Environment) -> Mapping[str, str]:
+            if prepared and root:
+                return absent_variables(missing(root, self.lane, environment.python))
+            return fitter.variables(environment) if fitter else {}
+
+        return Setup(
+            request=request,
+            build=exactly(make, self.package),
+            test=self._test(root, lambda: make(request(good)), say, variables),
+            follow=fitter.names - {self.package} if fitter else frozenset(),
+            together=prepared.together if prepared else wheel_metadata.together,
+        )
+
+    def _request(self, root: Path | None) -> Callable[[str], Request]:
+        """Return a function from a version to its request. A package replaces the version that torch requires."""
 
         def request(version: str) -> Request:
             # "==2.13.0" also matches 2.13.0+cpu, which is a different build.
@@ -254,18 +345,13 @@ class Options:
         return request
 
     def _compiling(self) -> tuple[str, ...]:
-        """Return what torch.compile imports, which not every torch requires: numpy, and setuptools up to torch 2.10.
-
-        torch.utils.cpp_extension of an old torch needs pkg_resources, which setuptools 82 removed.
-        """
+        """Return what torch.compile imports, unless --with names it."""
         named = {canonicalize_name(found[0]) for text in self.extra if (found := NAME.match(text))}
-        return tuple(
-            text
-            for name, text in COMPILING.items()
-            if name not in named and "torch" in {self.package, *named}
-        )
+        if "torch" not in {self.package, *named}:
+            return ()
+        return tuple(text for name, text in COMPILING.items() if name not in named)
 
-    def test(
+    def _test(
         self,
         root: Path | None,
         good: Callable[[], Environment],
@@ -276,23 +362,20 @@ class Options:
 
         good: builds the environment of the good endpoint. variables: env_vars of an environment.
         """
-        command = CommandTest(self.command, self.package, Path.cwd(), self.timeout)
-        if self.interactive:
-            return InteractiveTest(command if self.command else None)
         if self.command or root is None:
-            return command
+            return CommandTest(self.command, self.package, Path.cwd(), self.timeout)
         finding = self.finding
         if finding and finding.ratios:
             return TimedTest(
                 root,
                 self.lane,
-                finding.tests,
-                finding.ratios,
-                good,
-                self.package,
-                finding.sessions,
-                say,
-                variables,
+                tests=finding.tests,
+                ratios=finding.ratios,
+                good=good,
+                package=self.package,
+                sessions=finding.sessions,
+                say=say,
+                variables=variables,
                 options=finding.options,
             )
         return SuiteTest(root, self.lane, self.selection, self.package, self.timeout, variables=variables)

@@ -1,4 +1,4 @@
-"""One probe of a candidate: its saved reading, the outcome of the reading, and the interface of a test.
+"""One probe of a candidate: its saved reading, and how a command or the rows of a lane decide it.
 
 A probe saves its reading next to its log before the bisect uses it, so that a killed bisect repeats no finished probe.
 Outcomes are a pure function of the readings: a resumed bisect gets the same ones.
@@ -7,8 +7,11 @@ Outcomes are a pure function of the readings: a resumed bisect gets the same one
 from __future__ import annotations
 
 import json
+import math
+import re
+import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -16,16 +19,40 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from bumpgate.bisect.search import ProbeOutcome
-from bumpgate.core.errors import BumpgateError, one_line
-from bumpgate.core.findings import Finding
-from bumpgate.core.rows import Record, read_record, write_atomic
+from bumpgate.core.baseline import investigate
+from bumpgate.core.errors import BumpgateError, one_line, text_lines
+from bumpgate.core.findings import PRODUCT, Decision, Finding
+from bumpgate.core.rows import ROW_ID, Judgement, ProblemKind, Record, Row, Verdict, read_record, write_atomic
+from bumpgate.env import reference
 from bumpgate.env.build import BuildError, Environment, NotInstallable, release
 from bumpgate.env.request import Request
-from bumpgate.process.child import ChildFault, Interpreter, ending
-from bumpgate.process.runner import IMPORT_SECONDS, child_environment
+from bumpgate.gate.between import ValueChange, change
+from bumpgate.gate.verdict import Side, judge_gate
+from bumpgate.process.child import (
+    SIGNALLED,
+    ChildFault,
+    EndingKind,
+    Interpreter,
+    ending,
+    last_line,
+    read_log,
+    run_child,
+)
+from bumpgate.process.runner import (
+    IMPORT_SECONDS,
+    NOTHING_SELECTED,
+    USAGE,
+    LaneRun,
+    by_hand,
+    child_environment,
+    options_of,
+    run_lane,
+)
 
 READING, LOG, RECORD = "reading.json", "test.log", "record.json"
 IMPORT = """
@@ -34,14 +61,24 @@ for name in sys.argv[1:]:
     if importlib.util.find_spec(name):
         importlib.import_module(name)
 """
+NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
+# Lines with an exception: the one after the frames of a traceback, and any that begins with the name of an error, as
+# after a traceback that rich draws.
+FRAMES = r"Traceback \(most recent call last\):\n(?:[ \t].*\n)*"
+RAISED = re.compile(rf"^(?:{FRAMES}(?=\S)|(?=(?:\w+\.)*\w*(?:Error|Exception)\b))(.*)", re.MULTILINE)
+LAST_SIGNAL = 64
+LOG_LINES = 3
+# Problems in a record that are not a test's fault: a skip, a selection, an interrupt.
+THE_RUN = "the run"
+# How a deciding row is red: by its value, or because its test raised an exception of this type.
+BY_VALUE = "its value"
+EXCEPTION = re.compile(
+    r"(?:^|: )(?:[a-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning|Failed|Unsupported))\b"
+)
 
 
 class ProbeError(BumpgateError):
     """The test itself cannot be run, for any candidate; ends the bisect."""
-
-
-class BackError(Exception):
-    """The user takes the last answer back."""
 
 
 class Cause(Enum):
@@ -116,8 +153,8 @@ class Test(Protocol):
     def judge(self, reading: Reading) -> ProbeResult:
         """Return the outcome of a reading."""
 
-    def findings(self, good: str, before: Reading, bad: str, after: Reading) -> list[Finding]:
-        """Return how the bad neighbour differs from the good one, one finding per cause. good, bad: their names."""
+    def findings(self, names: tuple[str, str], good: Reading, bad: Reading) -> list[Finding]:
+        """Return how the bad neighbour differs from the good one, one finding per cause. names: of both, good first."""
 
     def repro(self, environment: Environment, reading: Reading | None) -> str:
         """Return the command that repeats the failure in the environment of the bad neighbour."""
@@ -126,23 +163,15 @@ class Test(Protocol):
 Build = Callable[[Request], Environment]
 
 
-class Hosts(Protocol):
-    """Hosts that take readings in parallel."""
-
-    def number(self) -> int:
-        """Return how many readings can be taken at once. Raises BumpgateError if no host is there."""
-
-    def take(self, jobs: Sequence[tuple[Path, Request]]) -> Iterator[Reading]:
-        """Yield the reading of each job as it ends, saved at the job's place; one that was lost has Cause.MACHINE."""
-
-
-def exactly(build: Build, package: str, version: str) -> Build:
-    """Return a function that builds a request and refuses another version of the package."""
+def exactly(build: Build, package: str) -> Build:
+    """Return a function that builds a request and refuses another version of the package than it pins."""
 
     def checked(request: Request) -> Environment:
         environment = build(request)
         installed = environment.packages.get(package)
-        if installed is None or Version(installed) != Version(version):
+        named = [r for r in map(Requirement, request.requirements) if canonicalize_name(r.name) == package]
+        pins = [pin.version for found in named for pin in found.specifier if pin.operator == "==="]
+        if pins and (installed is None or Version(installed) != Version(pins[0])):
             raise NotInstallable(f"{request.title}: {installed} was installed instead", Path(), "")
         return environment
 
@@ -232,3 +261,309 @@ def without_verdict(reading: Reading) -> ProbeResult | None:
     if reading.cause is Cause.MACHINE:
         return ProbeResult(ProbeOutcome.SKIP, f"the machine: {reading.failure}")
     return None
+
+
+@dataclass
+class CommandTest:
+    """User command: exit 0 is GOOD, 1 to 124 BAD, 125 SKIP; a crash is BAD if the package imports.
+
+    command: for /bin/sh; {python} and {version} are substituted, and the environment's bin folder is first on PATH.
+    timeout: seconds; a run that takes longer has no verdict.
+    """
+
+    command: str
+    package: str
+    folder: Path
+    timeout: float | None = None
+    deciding: tuple[str, ...] = ()
+    differs: bool = True
+
+    def line(self, environment: Environment) -> str:
+        """Return the shell command line for an environment."""
+        version = environment.packages.get(self.package, "")
+        line = self.command.replace("{python}", shlex.quote(str(environment.python)))
+        return line.replace("{version}", version)
+
+    def run(self, environment: Environment, place: Path) -> Reading:
+        log = place / LOG
+        line = ["/bin/sh", "-c", self.line(environment)]
+        with fresh_caches(place) as caches:
+            variables = child_environment(environment.python, None, caches)
+            code, seconds = run_child(line, self.folder, variables, self.timeout, log)
+        ended = ending(code, seconds, self.timeout)
+        cause, failure = Cause.RAN, str(ended)
+        if ended.kind is EndingKind.TIMEOUT:
+            cause = Cause.MACHINE
+        elif code > 125 or code < -LAST_SIGNAL:
+            status = code if code > 0 else SIGNALLED - code
+            raise ProbeError(
+                f"--command ended with {status} ({last_line(log)}): 0 is good, 1-124 bad, 125 skip"
+            )
+        elif code < 0:
+            if ended.signal == "SIGINT":
+                raise KeyboardInterrupt
+            cause = Cause.RAN if ended.crash else Cause.MACHINE
+        if (code or failure) and code != 125 and (fault := import_fault(environment, self.package, "torch")):
+            cause, failure = Cause.BROKEN, fault
+        elif code > 0 and code != 125 and (missing := _missing_module(log, environment)):
+            cause, failure = Cause.BROKEN, f"no module {missing} in this environment; add --with {missing}"
+        return Reading(place, cause, code, failure, seconds, dict(environment.packages))
+
+    def unusable(self, reading: Reading) -> ProbeResult | None:
+        result = self.judge(reading)
+        return None if result.outcome in (ProbeOutcome.GOOD, ProbeOutcome.BAD) else result
+
+    def learn(self, good: Sequence[Reading], bad: Sequence[Reading]) -> None:
+        """Do nothing: an exit code means the same for every candidate."""
+
+    def judge(self, reading: Reading) -> ProbeResult:
+        if result := without_verdict(reading):
+            return result
+        if reading.code == 125:
+            return ProbeResult(ProbeOutcome.SKIP, "the command skipped it (exit 125)")
+        how = reading.failure or f"exit {reading.code}"
+        return (
+            ProbeResult(ProbeOutcome.GOOD, how) if reading.code == 0 else ProbeResult(ProbeOutcome.BAD, how)
+        )
+
+    def findings(self, names: tuple[str, str], good: Reading, bad: Reading) -> list[Finding]:
+        reason = self.judge(bad).reason
+        return [Finding(Decision.HOLD, "BAD", "", reason, (), _last_lines(good), _last_lines(bad))]
+
+    def repro(self, environment: Environment, reading: Reading | None) -> str:
+        path = "" if "{python}" in self.command else f"PATH={environment.python.parent}:$PATH "
+        return f"{path}{self.line(environment)}"
+
+
+def _missing_module(log: Path, environment: Environment) -> str:
+    """Return the missing module that the last exception in a log names; "" if a package of the environment has it."""
+    raised = RAISED.findall(read_log(log))
+    missing = NO_MODULE.match(raised[-1]) if raised else None
+    return missing[1] if missing and canonicalize_name(missing[1]) not in environment.packages else ""
+
+
+def _last_lines(reading: Reading) -> tuple[str, ...]:
+    log = reading.place / LOG
+    if not log.exists():
+        return ()
+    lines = text_lines(read_log(log))[-LOG_LINES:]
+    return tuple(one_line(line, 160) for line in lines) or ("(it printed nothing)",)
+
+
+@dataclass
+class SuiteTest:
+    """Selection of a lane's tests. The deciding rows and tests are those that are red at the bad endpoint only.
+
+    A row that is worse than in the first complete record of the good endpoint, by the gate's margins, is red as well.
+
+    A candidate is GOOD if its run is complete and all deciding rows are green, and BAD if one is red in the same way as
+    at an endpoint. Other red rows are not counted. If a deciding row is red only in another way (its test raised,
+    while at the bad endpoint the value is worse), another fault hides the answer: OTHER.
+
+    deciding: row ids and node ids. kinds: how each is red at the endpoints. differs: False if red at both endpoints.
+    variables: env_vars of an environment, in addition to its lock.
+    """
+
+    root: Path
+    lane: str
+    selection: tuple[str, ...]
+    package: str
+    timeout: float | None = None
+    deciding: tuple[str, ...] = ()
+    differs: bool = True
+    variables: Callable[[Environment], Mapping[str, str]] = lambda environment: {}
+    run_lane: Callable[..., LaneRun] = run_lane
+    reference: Mapping[str, Row] = field(default_factory=dict)
+    kinds: dict[str, set[str]] = field(default_factory=dict)
+
+    def run(self, environment: Environment, place: Path) -> Reading:
+        with fresh_caches(place) as caches:
+            done = self.run_lane(
+                environment.python,
+                self.root,
+                self.lane,
+                self.selection,
+                place / RECORD,
+                environment={
+                    **reference.variables(environment.lock),
+                    **self.variables(environment),
+                    **caches,
+                },
+                timeout=self.timeout,
+                log=place / LOG,
+                # A complete run has imported torch; for an incomplete one, import_fault below checks the import.
+                check_import=False,
+            )
+        if done.code == USAGE:
+            raise ProbeError(f"pytest rejects the selection: {done.failure} (log: {place / LOG})")
+        if done.code == NOTHING_SELECTED:
+            raise ProbeError(f"{shlex.join(self.selection)} selects no test of lane {self.lane}")
+        record, cause, failure = done.record, Cause.RAN, done.failure
+        whole = record is not None and record.complete and not failure
+        if not whole or (self.package != "torch" and record and record.red):
+            if fault := import_fault(environment, "torch", self.package):
+                cause, failure = Cause.BROKEN, fault
+            elif failure and not ending(done.code).crash:
+                cause = Cause.MACHINE
+        return Reading(place, cause, done.code, failure, done.seconds, dict(environment.packages))
+
+    def learn(self, good: Sequence[Reading], bad: Sequence[Reading]) -> None:
+        good_seen, bad_seen = ([Signals(reading) for reading in readings] for readings in (good, bad))
+        self.reference = next((seen.rows for seen in good_seen if seen.reading.whole), {})
+        names = sorted({name for seen in (*good_seen, *bad_seen) for name in seen.verdicts})
+        at_good, at_bad = (
+            {name: self._red_share(name, ends) for name in names} for ends in (good_seen, bad_seen)
+        )
+        worse = tuple(name for name in names if at_good[name] < at_bad[name])
+        better = tuple(name for name in names if at_good[name] > at_bad[name])
+        # If nothing is worse at the bad end, rows that are better there refute the endpoints, else rows red at both.
+        self.differs = bool(worse or better)
+        self.deciding = worse or better or tuple(name for name in names if at_good[name] > 0)
+        self.kinds = {name: self._kinds(name, (*good_seen, *bad_seen)) for name in self.deciding}
+
+    def unusable(self, reading: Reading) -> ProbeResult | None:
+        if result := without_verdict(reading):
+            return result
+        seen = Signals(reading)
+        red = any(self._verdict(seen, name) is Verdict.REGRESSION for name in seen.verdicts)
+        return None if reading.whole or red else _cut_short(reading)
+
+    def judge(self, reading: Reading) -> ProbeResult:
+        if result := without_verdict(reading):
+            return result
+        seen = Signals(reading)
+        states = {name: self._verdict(seen, name) for name in self.deciding}
+        every = [name for name, state in states.items() if state is Verdict.REGRESSION]
+        red = [name for name in every if seen.kinds[name] in self.kinds[name]]
+        if red:
+            more = f" and {len(red) - 1} more" if len(red) > 1 else ""
+            return ProbeResult(ProbeOutcome.BAD, f"red: {red[0]}{more}")
+        if every:
+            expected = " or ".join(sorted(self.kinds[every[0]]))
+            return ProbeResult(
+                ProbeOutcome.OTHER,
+                f"another fault: {every[0]}: {seen.kinds[every[0]]}; at the end it is {expected}",
+            )
+        if not reading.whole:
+            return _cut_short(reading)
+        unread = [(name, state) for name, state in states.items() if state is not Verdict.PASS]
+        if unread:
+            name, state = unread[0]
+            again = state in (Verdict.INFRA, Verdict.INCONCLUSIVE)
+            return ProbeResult(ProbeOutcome.UNKNOWN if again else ProbeOutcome.SKIP, f"{name}: {state.value}")
+        others = sum(
+            self._verdict(seen, name) is Verdict.REGRESSION for name in seen.verdicts if name not in states
+        )
+        more = f"; {others} red, not counted" if others else ""
+        return ProbeResult(ProbeOutcome.GOOD, f"{len(states)} green{more}")
+
+    def findings(self, names: tuple[str, str], good: Reading, bad: Reading) -> list[Finding]:
+        first, last = (Side(name, end.record, end.failure) for name, end in zip(names, (good, bad)))
+        verdict = judge_gate(self.lane, first, last)
+        deciding = set(self.deciding)
+        ours = [f for f in verdict.findings if deciding & {*f.rows, *f.tests}]
+        if bad.crash:
+            seen = ("ran to its end",), (bad.failure,)
+            ours.append(Finding(Decision.HOLD, "CRASH", "", bad.crash, (), *seen))
+        return ours
+
+    def repro(self, environment: Environment, reading: Reading | None) -> str:
+        rows = {j.row.id: j.row.test for j in reading.record.judgements} if reading and reading.record else {}
+        names = [rows.get(name, name) for name in self.deciding]
+        node = next((name for name in names if "::" in name), "")
+        options = options_of(self.selection, reading.record if reading else None)
+        return by_hand(environment.python, self.root, investigate(self.lane, node), options)
+
+    def _verdict(self, seen: Signals, name: str) -> Verdict:
+        """Return a row's verdict in a reading; REGRESSION also if its value is worse than at the good endpoint.
+
+        Compiled code is compared with the good endpoint only, not with the baselines of the reviewed tritons.
+        """
+        state = seen.verdict(name)
+        before, now = self.reference.get(name), seen.rows.get(name)
+        if before is None or now is None or before.unmeasured or now.unmeasured:
+            return state
+        unread = state is Verdict.INSTRUMENT or before.value is None or now.value is None
+        if state is not Verdict.PASS and (now.better != "code" or unread):
+            return state
+        return Verdict.REGRESSION if change(before, now) is ValueChange.WORSE else Verdict.PASS
+
+    def _kinds(self, name: str, readings: Sequence[Signals]) -> set[str]:
+        """Return how a row or test is red in these readings."""
+        return {seen.kinds[name] for seen in readings if self._verdict(seen, name) is Verdict.REGRESSION}
+
+    def _red_share(self, name: str, readings: Sequence[Signals]) -> float:
+        """Return the share of conclusive readings in which a row is red; NaN (all comparisons false) without any."""
+        states = [self._verdict(seen, name) for seen in readings]
+        shown = [s for s in states if s in (Verdict.PASS, Verdict.REGRESSION)]
+        return sum(s is Verdict.REGRESSION for s in shown) / len(shown) if shown else math.nan
+
+
+class Signals:
+    """Verdicts of all rows and tests in one reading. reading: of a lane run."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+
+    @cached_property
+    def rows(self) -> Mapping[str, Row]:
+        """The rows of the record, by id."""
+        record = self.reading.record
+        return {j.row.id: j.row for j in record.judgements} if record else {}
+
+    @cached_property
+    def verdicts(self) -> dict[str, Verdict]:
+        """Return row id or test -> REGRESSION if red, PASS if green, else the verdict that explains why neither."""
+        found = {THE_RUN: Verdict.REGRESSION} if self.reading.crash else {}
+        record = self.reading.record
+        if record is None:
+            return found
+        skipped = {p.test for p in record.problems if p.kind is ProblemKind.GAP}
+        found |= {j.row.id: _row_verdict(j, record, skipped) for j in record.judgements}
+        found |= {p.subject: Verdict.INFRA for p in record.problems if p.kind is ProblemKind.INFRA}
+        return found | {p.subject: Verdict.REGRESSION for p in record.problems if p.fault}
+
+    @cached_property
+    def kinds(self) -> dict[str, str]:
+        """Return row id or test -> how it is red, if it is: BY_VALUE, an exception type, or the signal of a crash."""
+        found = {THE_RUN: self.reading.crash} if self.reading.crash else {}
+        if record := self.reading.record:
+            found |= {p.subject: _exception(p.why) for p in record.problems}
+            found |= {
+                j.row.id: _exception(j.reason) if j.row.unmeasured else BY_VALUE for j in record.judgements
+            }
+        return found
+
+    def verdict(self, name: str) -> Verdict:
+        """Return the verdict of a row or test. A test missing from the record of a complete run has passed."""
+        silent = Verdict.PASS if self.reading.whole and not ROW_ID.fullmatch(name) else Verdict.MISSING
+        return self.verdicts.get(name, silent)
+
+
+def _cut_short(reading: Reading) -> ProbeResult:
+    """Classify an incomplete run: SKIP if a file cannot be collected, else UNKNOWN (possibly the machine)."""
+    problems = reading.record.problems if reading.record else ()
+    uncollected = [str(p) for p in problems if p.kind is ProblemKind.UNCOLLECTED]
+    causes = (*uncollected, reading.failure, *map(str, problems))
+    why = one_line(next(iter(causes), "") or "the run was cut short")
+    return ProbeResult(ProbeOutcome.SKIP if uncollected else ProbeOutcome.UNKNOWN, why)
+
+
+def _row_verdict(j: Judgement, record: Record, skipped: set[str]) -> Verdict:
+    if j.row.better == "defect" and j.row.value is not None and j.verdict is not Verdict.INSTRUMENT:
+        # A defect's expected range is keyed by version, and the version is what a bisect varies: use the value.
+        return Verdict.REGRESSION if j.row.value else Verdict.PASS
+    # A derived row has been judged by its test, reviewed or not.
+    derived = j.row.better == "derived" and j.verdict is Verdict.MISSING and not j.row.unmeasured
+    if not j.red or derived:
+        return Verdict.PASS
+    lost = j.row.unmeasured and j.verdict is Verdict.MISSING and record.complete and j.row.test not in skipped
+    return Verdict.REGRESSION if lost or j.verdict in PRODUCT else j.verdict
+
+
+def _exception(reason: str) -> str:
+    """Return the exception type at the start of a reason, after the test's name; "a failed test" without one."""
+    found = EXCEPTION.search(reason.removeprefix("not reported by "))
+    if found:
+        return found[1]
+    return "AssertionError" if re.search(r"(?:^|: )assert ", reason) else "a failed test"

@@ -11,6 +11,7 @@ the early endpoint and the others that of the late one; under 0 and n an endpoin
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -18,8 +19,7 @@ from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 
-from bumpgate.bisect.noise import capacity, noises, tail
-from bumpgate.bisect.posterior import Belief, believe
+from bumpgate.bisect.posterior import Belief, believe, capacity, noises, tail
 from bumpgate.core.errors import BumpgateError
 
 # Prior probability that the user named an endpoint wrongly, for each endpoint.
@@ -167,17 +167,6 @@ class Search:
         suspects, mass = self._likeliest()
         unconfirmed = self._unconfirmed(suspects)
         return unconfirmed[:1] if mass >= self.confidence and unconfirmed else [self._most_informative()]
-
-    def prefetch(self) -> list[int]:
-        """Return the possible indices after next(), one for each outcome, to install in advance."""
-        now = self.next()
-        if self._unseen_ends():
-            named = [(index, self.old if index == self.first else self.new) for index in now]
-            ways = [named]
-        else:
-            ways = [[(index, outcome)] for index in now for outcome in (self.old, self.new)]
-        later = [index for way in ways for index in self.after(way).next()]
-        return [index for index in dict.fromkeys(later) if index not in now]
 
     def result(self) -> SearchResult | None:
         """Return the answer or the failure; None while the search continues."""
@@ -418,6 +407,40 @@ class Search:
         for index, outcome in outcomes:
             ahead.record(index, outcome)
         return ahead
+
+
+def batch(search: Search, workers: int) -> list[int]:
+    """Return up to `workers` candidates to probe at once, the most useful first; empty if the search is finished.
+
+    The search decides one probe at a time. Its possible futures form a tree with one branch per outcome. A batch is the
+    part of the tree that is reached with the highest probability, so that few probes turn out not to matter. A
+    candidate occurs as often as it would be read in a row. The outcomes may be recorded in any order.
+    """
+    chosen: list[int] = []
+    # Ordered by probability; the number keeps equal ones in the order in which they were found.
+    futures: list[tuple[float, int, Search, Counter[int]]] = [(-1.0, 0, search, Counter())]
+    found = 1
+    while futures and len(chosen) < workers:
+        weight, _, ahead, counts = heapq.heappop(futures)
+        due = ahead.next()
+        if not due:
+            continue
+        ends = len(due) > 1
+        for index in due:
+            counts = counts + Counter([index])
+            if chosen.count(index) < counts[index] and len(chosen) < workers:
+                chosen.append(index)
+        if ends:
+            # Both ends are read before anything else, and nearly always as they were named.
+            outcomes = [([(i, ahead.old if i == ahead.first else ahead.new) for i in due], 1.0)]
+        else:
+            new = ahead.chance(due[0])
+            outcomes = [([(due[0], ahead.new)], new), ([(due[0], ahead.old)], 1 - new)]
+        for outcome, probability in outcomes:
+            if probability > 0:
+                heapq.heappush(futures, (weight * probability, found, ahead.after(outcome), counts))
+                found += 1
+    return chosen
 
 
 def _check(candidates: Sequence[str], good: str, bad: str, find_fix: bool) -> None:

@@ -1,10 +1,15 @@
-"""What an interrupted bisect prints about its readings."""
+"""What a bisect prints while it runs, and if it is interrupted."""
 
 from __future__ import annotations
 
-import pytest
+import io
+from pathlib import Path
 
-from bumpgate.bisect.answer import so_far
+import pytest
+from rich.console import Console
+
+from bumpgate.bisect.answer import Watcher, so_far
+from bumpgate.bisect.probe import Cause, ProbeResult, Reading
 from bumpgate.bisect.search import ProbeOutcome, Search
 from tests.support.searching import labels
 
@@ -35,3 +40,25 @@ def test_between_two_ends_is_everything() -> None:
     search.record(0, GOOD)
     search.record(4, BAD)
     assert so_far(search) == f"so far      {names[0]} GOOD, {names[4]} BAD; probability 1.00"
+
+
+def test_watcher_reports_progress_on_a_terminal() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100)
+    with Watcher(console) as watcher:
+        watcher.probing("torch 2.1.0")
+        watcher.probed(
+            "torch 2.1.0",
+            Reading(Path(), Cause.RAN, 1, seconds=2.5),
+            ProbeResult(ProbeOutcome.BAD, "exit [1]"),
+            "x",
+        )
+    assert "\x1b[" in out.getvalue()
+    assert "torch 2.1.0 in 2.5 s: exit [1]; x" in out.getvalue()
+    assert watcher.seconds == 2.5
+    plain = io.StringIO()
+    with Watcher(Console(file=plain, width=40)) as watcher:
+        watcher.probed(
+            "torch 2.1.0", Reading(Path(), Cause.RAN, 1), ProbeResult(ProbeOutcome.GOOD, "z" * 90), ""
+        )
+    assert plain.getvalue() == f"GOOD    torch 2.1.0 in 0.0 s: {'z' * 90}\n"

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from bumpgate.bisect import command_probe
-from bumpgate.bisect.command_probe import CommandTest
-from bumpgate.bisect.probe import Cause, ProbeError, Reading
+from bumpgate.bisect import probe
+from bumpgate.bisect.probe import Cause, CommandTest, ProbeError, Reading
 from bumpgate.bisect.search import ProbeOutcome
 
 ENVIRONMENT: Any = SimpleNamespace(python=Path(sys.executable), packages={"torch": "2.13.0", "numpy": "2.0"})
@@ -21,7 +20,7 @@ MISSING = "{python} -c 'import no_such_module'"
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that runs a command in an environment whose packages import."""
-    monkeypatch.setattr(command_probe, "import_fault", lambda environment, *packages: "")
+    monkeypatch.setattr(probe, "import_fault", lambda environment, *packages: "")
 
     def run(command: str, **options: Any) -> tuple[CommandTest, Reading]:
         test = CommandTest(command, "torch", tmp_path, **options)
@@ -58,7 +57,7 @@ def test_end_of_a_command_is_its_verdict(
 def test_crash_of_a_build_that_does_not_import_is_no_verdict(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command_probe, "import_fault", lambda environment, *packages: f"{packages}: gone")
+    monkeypatch.setattr(probe, "import_fault", lambda environment, *packages: f"{packages}: gone")
     _, reading = run("kill -SEGV $$")
     assert (reading.cause, reading.failure) == (Cause.BROKEN, "('torch', 'torch'): gone")
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect import posterior, search
-from bumpgate.bisect.noise import noises
-from bumpgate.bisect.search import ProbeOutcome, Search, SearchError, SearchResult, capacity
+from bumpgate.bisect.journal import BisectPlan
+from bumpgate.bisect.posterior import capacity, noises
+from bumpgate.bisect.search import ProbeOutcome, Search, SearchError, SearchResult, batch
 from tests.support.searching import RUNS, SIGNIFICANCE, drive, labels, mutant_of, noisy, tail
 
 # Probes beyond log2(n), for 97 of 100 runs at 10 % false BAD: two endpoints, the loss of the noisy channel, and repeats
@@ -208,7 +209,7 @@ def test_endpoint_with_an_unexpected_outcome_ends_the_search(
     searched = Search(labels(10), labels(10)[2], labels(10)[7])
     result = drive(searched, read)
     assert (result.failure, result.found, result.suspects, result.last_old) == (failure, False, (), None)
-    assert searched.next() == searched.prefetch() == []
+    assert searched.next() == []
 
 
 def test_endpoint_that_stops_installing_ends_the_search() -> None:
@@ -348,24 +349,6 @@ def test_candidate_with_another_fault_is_set_aside() -> None:
     assert (result.suspects, result.last_old) == ((4, 5, 6), 3)
 
 
-def test_prefetch_contains_the_next_candidate() -> None:
-    dice = random.Random(2)
-    for _ in range(30):
-        first_bad = dice.randrange(1, 40)
-        searched = Search(labels(40), labels(40)[0], labels(40)[-1])
-        assert searched.next() == [0, 39]
-        ahead = searched.prefetch()
-        assert len(ahead) == 1
-        for index in searched.next():
-            searched.record(index, ProbeOutcome.BAD if index >= first_bad else ProbeOutcome.GOOD)
-        while searched.result() is None:
-            assert searched.next()[0] in ahead
-            ahead = searched.prefetch()
-            assert len(ahead) <= 2
-            now = searched.next()[0]
-            searched.record(now, ProbeOutcome.BAD if now >= first_bad else ProbeOutcome.GOOD)
-
-
 def test_candidates_outside_the_endpoints_are_never_probed() -> None:
     searched = Search(labels(30), labels(30)[10], labels(30)[20])
     drive(searched, lambda i: "BAD" if i >= 13 else "GOOD")
@@ -397,3 +380,152 @@ def test_invalid_search_is_refused_in_one_line(
     with pytest.raises(SearchError, match=words) as caught:
         Search(*arguments, **options)
     assert "\n" not in str(caught.value)
+
+
+# Builds that cannot be probed: the search jumps over them, and reports a range next to the change.
+
+
+def check_skips(module: Any, n: int = 18) -> None:
+    """Every run of up to four broken builds, with every fault position: the answer is as exact as possible."""
+    for first_bad in range(1, n):
+        for start in range(1, n - 1):
+            for stop in range(start + 1, min(start + 5, n)):
+                broken = range(start, min(stop, n - 1))
+                searched = module.Search(labels(n), labels(n)[0], labels(n)[-1])
+                result = drive(
+                    searched,
+                    lambda i: "SKIP" if i in broken else "BAD" if i >= first_bad else "GOOD",  # noqa: B023
+                    limit=40,
+                )
+                low, high = first_bad, first_bad
+                while low - 1 in broken:
+                    low -= 1
+                while high in broken:
+                    high += 1
+                assert result.suspects == tuple(range(low, high + 1)), (first_bad, broken, result)
+                assert result.last_old == low - 1
+
+
+def test_broken_builds_next_to_the_change_give_a_range() -> None:
+    check_skips(search)
+
+
+def test_mutant_that_ignores_skips_is_caught() -> None:
+    with pytest.raises(AssertionError):
+        check_skips(mutant_of(search, "            self._aside.add(index)\n", "            pass\n"), n=8)
+
+
+def test_mutant_that_omits_skipped_builds_is_caught() -> None:
+    mutant = mutant_of(
+        search, "                classes[-1].append(k)\n", "                classes.append([k])\n"
+    )
+    with pytest.raises(AssertionError):
+        check_skips(mutant, n=8)
+
+
+def skips_taken(module: Any) -> float:
+    """Mean number of failed installs if 20 nights in the middle of 60 are broken and the fault is elsewhere."""
+    broken, taken = range(20, 40), []
+    for first_bad in (*range(1, 20), *range(41, 60)):
+        searched = module.Search(labels(60), labels(60)[0], labels(60)[-1])
+        result = drive(searched, lambda i: "SKIP" if i in broken else "BAD" if i >= first_bad else "GOOD")  # noqa: B023
+        assert result.suspects == (first_bad,)
+        taken.append(sum(outcome.value == "SKIP" for _, outcome in searched.history))
+    return sum(taken) / len(taken)
+
+
+def test_search_jumps_over_a_long_run_of_broken_builds() -> None:
+    """The control, a mutant, tries them one after another."""
+    control = skips_taken(
+        mutant_of(search, "gains[i - self.first] * self._installs(i)", "gains[i - self.first]")
+    )
+    assert skips_taken(search) <= 4 < control / 2, (skips_taken(search), control)
+
+
+def test_unknown_outcome_is_retried_then_set_aside() -> None:
+    searched = Search(labels(4), labels(4)[0], labels(4)[-1])
+    result = drive(searched, lambda i: "UNKNOWN" if i == 1 else "BAD" if i >= 2 else "GOOD")
+    assert result.suspects == (1, 2)
+    assert [i for i, _ in searched.history].count(1) == search.UNKNOWN_LIMIT
+
+
+def test_verdict_before_a_skip_still_counts() -> None:
+    searched = Search(labels(5), labels(5)[0], labels(5)[-1])
+    for index, outcome in ((0, "GOOD"), (4, "BAD"), (2, "GOOD"), (2, "SKIP"), (3, "SKIP")):
+        searched.record(index, ProbeOutcome[outcome])
+    result = searched.result()
+    assert result is not None
+    assert result.suspects == (3, 4)
+
+
+# Batches of probes for several hosts.
+
+
+def planned(nights: int = 60, misreads: float | None = 0.0) -> Search:
+    names = tuple(labels(nights))
+    return BisectPlan(names, names[0], names[-1], (), misreads, misreads).search()
+
+
+def rounds(module: Any, searched: Search, first_bad: int, workers: int) -> tuple[int, SearchResult]:
+    """Run to the end without misreads; return the number of rounds and the answer."""
+    count = 0
+    while due := module.batch(searched, workers):
+        assert len(due) <= workers
+        count += 1
+        for index in due:
+            searched.record(index, ProbeOutcome.BAD if index >= first_bad else ProbeOutcome.GOOD)
+        assert count < 99
+    result = searched.result()
+    assert result is not None
+    return count, result
+
+
+def check_four_workers(module: Any) -> None:
+    """60 nights, every place of the fault: at most three rounds after that of the ends."""
+    for first_bad in range(1, 60):
+        count, result = rounds(module, planned(), first_bad, 4)
+        assert (result.suspects, result.confirmed) == ((first_bad,), True)
+        assert count <= 1 + 3
+
+
+def test_four_workers_need_at_most_three_rounds_after_ends() -> None:
+    check_four_workers(search)
+
+
+def test_batch_for_one_worker_equals_sequential_search() -> None:
+    searched = planned(20, None)
+    read = noisy(7, 0.1, 0.1, random.Random(3))
+    while due := searched.next():
+        assert batch(searched, 1) == due[:1]
+        searched.record(due[0], ProbeOutcome[read(due[0])])
+
+
+def test_batch_excludes_skipped_candidate() -> None:
+    searched = planned(9)
+    for index, outcome in ((0, ProbeOutcome.GOOD), (8, ProbeOutcome.BAD), (4, ProbeOutcome.SKIP)):
+        searched.record(index, outcome)
+    assert 4 not in batch(searched, 8)
+    assert len(set(batch(searched, 3))) == 3
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("outcomes = [([(due[0], ahead.new)], new), ([(due[0], ahead.old)], 1 - new)]", "outcomes = []"),
+        ("if chosen.count(index) < counts[index] and", "if index not in chosen and"),
+        ("new = ahead.chance(due[0])", "new = 1.0"),
+    ],
+)
+def test_mutant_of_batch_is_caught(old: str, new: str) -> None:
+    with pytest.raises(AssertionError):
+        check_four_workers(mutant_of(search, old, new))
+
+
+def test_chance_matches_the_posterior() -> None:
+    searched = planned(60, 0.1)
+    searched.record(0, ProbeOutcome.GOOD)
+    searched.record(59, ProbeOutcome.BAD)
+    chances = [searched.chance(i) for i in range(60)]
+    assert chances == sorted(chances)
+    assert math.isclose(chances[29] + chances[30], 1, abs_tol=0.01)
+    assert chances[0] < 0.2 < 0.8 < chances[59]

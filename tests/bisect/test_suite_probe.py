@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from bumpgate.bisect import suite_probe
-from bumpgate.bisect.probe import RECORD, Cause, ProbeError, Reading, fresh_caches
+from bumpgate.bisect import probe
+from bumpgate.bisect.probe import RECORD, Cause, ProbeError, Reading, Signals, SuiteTest, fresh_caches
 from bumpgate.bisect.search import ProbeOutcome
-from bumpgate.bisect.suite_probe import Signals, SuiteTest
 from bumpgate.core import kernel_code
 from bumpgate.core.baseline import Baseline, judge
 from bumpgate.core.rows import Judgement, Problem, Row, Verdict, write_record
@@ -45,7 +44,7 @@ class Readings:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.module: Any = suite_probe
+        self.module: Any = probe
         self.made = 0
 
     def __call__(
@@ -79,7 +78,7 @@ def reading(tmp_path: Path) -> Readings:
     ("code", "words"),
     [
         (runner.USAGE, "pytest rejects the selection: no such option --x (log: "),
-        (suite_probe.NOTHING_SELECTED, "-k nothing selects no test of lane cpu"),
+        (probe.NOTHING_SELECTED, "-k nothing selects no test of lane cpu"),
     ],
 )
 def test_selection_that_cannot_run_ends_the_bisect(code: int, words: str, tmp_path: Path) -> None:
@@ -157,10 +156,10 @@ def check_what_decides(module: Any, reading: Readings) -> None:
     }
 
 
-def test_suite_probe_decides_by_rows_red_only_at_bad_end(reading: Readings) -> None:
-    check_what_decides(suite_probe, reading)
+def test_probe_decides_by_rows_red_only_at_bad_end(reading: Readings) -> None:
+    check_what_decides(probe, reading)
     # An unchanged copy of the module passes: the faults below are not detected because of the copy.
-    check_what_decides(mutant_of(suite_probe, 'THE_RUN = "the run"', 'THE_RUN = "the run"'), reading)
+    check_what_decides(mutant_of(probe, 'THE_RUN = "the run"', 'THE_RUN = "the run"'), reading)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +182,8 @@ def test_suite_probe_decides_by_rows_red_only_at_bad_end(reading: Readings) -> N
         "what was not read is green",
     ],
 )
-def test_mutant_of_suite_probe_is_caught(old: str, new: str, reading: Readings) -> None:
-    mutant = mutant_of(suite_probe, old, new)
+def test_mutant_of_probe_is_caught(old: str, new: str, reading: Readings) -> None:
+    mutant = mutant_of(probe, old, new)
     with pytest.raises(AssertionError):
         check_what_decides(mutant, reading)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from bumpgate.bisect.probe import Cause, Reading
-from bumpgate.bisect.suite_probe import SuiteTest
+from bumpgate.bisect.probe import Cause, Reading, SuiteTest
 from bumpgate.core import kernel_code
 from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, judge, load, save
 from bumpgate.core.findings import Decision

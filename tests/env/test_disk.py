@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -17,13 +16,11 @@ from pathlib import Path
 import pytest
 
 from bumpgate import cli
-from bumpgate.bisect.prefetch import Prefetch
 from bumpgate.env import cached
 from bumpgate.env.build import BuildError, Environment, Request, build, release
 from bumpgate.env.cached import VARIABLE, discard, kept, usage
 from bumpgate.env.uv import uv_cache
 from suites.support.planted import planted
-from tests.support.builds import JUDGE, bisecting, make_builds
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
 from tests.support.tree import ROOT
 
@@ -191,32 +188,6 @@ def processes_of(folder: Path) -> list[str]:
         if str(folder) in line and " pip " in line:
             found.append(line)
     return found
-
-
-@planted("C19", "each prefetch of a bisect is killed while it installs")
-@pytest.mark.timeout(180)
-def test_bisect_outlives_prefetches_killed_while_installing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bisect and the prefetch then use one cache of uv, and one environment, at the same time."""
-    running = []
-    stop = Prefetch.stop
-
-    def recorded_stop(self: Prefetch) -> None:
-        running.append(self._child is not None and self._child.poll() is None)
-        stop(self)
-
-    monkeypatch.setattr(Prefetch, "stop", recorded_stop)
-    monkeypatch.setattr(Prefetch.__init__, "__defaults__", (0,))
-    with LocalIndex(delay=0.4) as slow:
-        make_builds(tmp_path / "builds", slow, torch_fault=7)
-        isolated(monkeypatch, tmp_path, slow.url)
-        with bisecting(tmp_path) as run:
-            ran = run("--good", "2.0.0", "--bad", "2.11.0", "--command", JUDGE, "--out", "out")
-    answer = json.loads((tmp_path / "out" / "bisect.json").read_text())
-    assert (ran.code, answer["suspects"]) == (0, ["2.7.0"])
-    assert sum(running) >= 2
-    assert processes_of(tmp_path) == []
 
 
 @planted("C19", "a build killed while it installs")

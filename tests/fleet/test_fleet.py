@@ -1,29 +1,27 @@
-"""Bisects and gates on several hosts, without an engine: the same answers, and no reading is lost or repeated."""
+"""Bisects and gates on several hosts, without a cluster: the same answers, and no reading is lost or repeated."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bumpgate import cli
+from bumpgate import cli, fleet
 from bumpgate.bisect import answer, bisection
 from bumpgate.bisect.bisection import MachineError
 from bumpgate.bisect.journal import BisectPlan
+from bumpgate.bisect.options import Options
 from bumpgate.bisect.probe import Cause, Reading
 from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision
 from bumpgate.env.request import Request
-from bumpgate.fleet import engine, files, gates, inventory, ray_engine
-from bumpgate.fleet.engine import Done, Host, Lost, Task, Waiting, features
-from bumpgate.fleet.readings import Readings
+from bumpgate.fleet import Done, Lost, Readings, Task
 from tests.support.foreign import LANE, Foreign
-from tests.support.git_repository import GitRepository
 from tests.support.killing import KillPoints, check_every_kill_point, run_loop
 from tests.support.project import wrapped_python
 from tests.support.searching import labels, mutant_of
@@ -51,14 +49,16 @@ def test_any_number_of_hosts_gives_the_answer_of_one(hosts: int, tmp_path: Path)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("if load(place) is None]", "]"),
-        ("            self._judge(jobs)\n        failed:", "        failed:"),
+        (
+            "for place, request in requests.items() if load(place) is None]",
+            "for place, request in requests.items()]",
+        ),
         (
             "if place == self._next_place(index) else None\n            if reading:",
             "\n            if reading:",
         ),
     ],
-    ids=["readings on disk ignored", "readings on disk not recorded", "order of repeats ignored"],
+    ids=["readings on disk ignored", "order of repeats ignored"],
 )
 def test_mutant_batch_that_loses_readings_is_caught(old: str, new: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
@@ -86,27 +86,22 @@ def stated(line: str) -> float:
     return float(line.split()[-1])
 
 
-class FakeEngine:
+class FakeCluster:
     """Runs tasks in this process; `lost` of them, by number, have no result."""
 
     def __init__(self, *lost: int, slots: int = 2) -> None:
         self.lost = lost
-        self.slots = slots
+        self.places = slots
         self.tasks: list[Task] = []
 
-    def hosts(self, needs: Sequence[str] = ()) -> list[Host]:
-        return [Host("a", "1", frozenset({"lane_mine", "lane_cpu"}), self.slots)] if self.slots else []
+    def slots(self, lane: str) -> int:
+        return self.places
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Done | Lost]]:
         self.tasks += tasks
         for number, task in reversed([*enumerate(tasks)]):
             lost = number in self.lost
-            yield (
-                number,
-                Lost("its host died")
-                if lost
-                else engine.finished(engine.attempt(task.function, task.arguments)),
-            )
+            yield number, Lost("its host died") if lost else fleet.on_worker(task.function, task.arguments)
 
     def close(self) -> None:
         pass
@@ -117,8 +112,8 @@ def test_candidate_is_skipped_only_while_hosts_are_left(tmp_path: Path) -> None:
     jobs = [(tmp_path / name, request) for name in ("1.1.0", "1.2.0")]
 
     def take(slots: int) -> list[Reading]:
-        options: Any = None
-        return [*Readings(FakeEngine(0, 1, slots=slots), options, (), 4, tmp_path, "1.0").take(jobs)]
+        cluster: Any = FakeCluster(0, 1, slots=slots)
+        return [*Readings(cluster, Options(), 4, tmp_path, "1.0").take(jobs)]
 
     with pytest.raises(MachineError, match="its host died"):
         take(slots=0)
@@ -127,13 +122,13 @@ def test_candidate_is_skipped_only_while_hosts_are_left(tmp_path: Path) -> None:
 
 
 class FakeRay:
-    """Ends one task per wait, after a wait without any; references are numbers."""
+    """Ends one task per wait, after a wait without any; references are numbers. alive: whether its node is."""
 
-    def __init__(self) -> None:
+    def __init__(self, alive: Sequence[bool] = (True,)) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.waits = 0
-        place = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda host, soft: (host, soft))
-        self.util = SimpleNamespace(scheduling_strategies=place)
+        self.alive = iter(alive)
+        self.cancelled: list[int] = []
 
     def remote(self, function: Any) -> Any:
         def start(*call: Any) -> int:
@@ -143,7 +138,7 @@ class FakeRay:
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start))
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": True, "NodeManagerHostname": "a", "NodeID": "1", "Resources": {"CPU": 1.0}}]
+        return [{"Alive": next(self.alive), "Resources": {"CPU": 1.0, "lane_a_1": 1.0}}]
 
     def wait(self, refs: list[int], timeout: float) -> tuple[list[int], list[int]]:
         self.waits += 1
@@ -151,50 +146,41 @@ class FakeRay:
 
     def get(self, ref: int) -> Any:
         function, arguments = self.calls[ref]
-        return engine.attempt(function, arguments)
+        return fleet.on_worker(function, arguments)
+
+    def cancel(self, ref: int, force: bool) -> None:
+        self.cancelled.append(ref)
 
 
-def test_ray_yields_every_task_in_the_order_of_ending() -> None:
-    cluster = object.__new__(ray_engine._Cluster)
-    cluster._ray, cluster._patience, cluster._abandoned = FakeRay(), 60.0, lambda: False
+def test_every_task_is_yielded_in_the_order_of_ending() -> None:
     tasks = [Task(len, ("x" * n,)) for n in range(3)]
-    found = [*cluster.run(tasks)]
+    found = [*fleet._run(FakeRay([True] * 3), tasks, 60.0, lambda: False)]
     assert [(number, result.value) for number, result in found if isinstance(result, Done)] == [
         (0, 0), (1, 1), (2, 2),
     ]  # fmt: skip
+
+
+def test_task_waits_for_a_host_until_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that restarts within the time takes the task."""
+    now = iter([0.0, 0.0, 9.0, 9.0, 15.0, 15.0, 25.0, 25.0])
+    monkeypatch.setattr(fleet.time, "monotonic", lambda: next(now))
+    ray = FakeRay([False, False, True, False, False])
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([], refs))
+    ((number, result),) = fleet._run(ray, [Task(len, lane="a-1")], 10.0, lambda: False)
+    assert (number, result, ray.cancelled) == (0, Lost("no host is left for lane_a_1"), [0])
+    assert next(now, None) is None
 
 
 def test_refusal_and_crash_of_a_call_differ() -> None:
     def refuse() -> None:
         raise BumpgateError("no such test\nat all")
 
-    refused = engine.finished(engine.attempt(refuse, ()))
+    refused = fleet.on_worker(refuse, ())
     assert isinstance(refused, Lost)
     assert (refused.refused, refused.why.partition(": ")[2]) == (True, "no such test at all")
     with pytest.raises(ZeroDivisionError):
-        engine.attempt(lambda: 1 // 0, ())
-    assert isinstance(engine.finished(engine.attempt(len, ("ab",))), Done)
-
-
-def test_features_are_one_word_each() -> None:
-    assert features("h200", "EPYC 9654, 16") == ("lane_h200", "class_EPYC_9654__16")
-    assert features("") == ()
-
-
-def test_task_waits_for_a_host_until_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(engine.time, "monotonic", lambda: now[0])
-    fake = FakeEngine(slots=0)
-    waiting, task = Waiting(fake.hosts, patience=10), Task(len, needs=("lane_mine",))
-    assert waiting.in_vain(task) == ""
-    now[0] = 9
-    assert waiting.in_vain(task) == ""
-    fake.slots = 1  # it restarts
-    assert waiting.in_vain(task) == ""
-    fake.slots, now[0] = 0, 15
-    assert waiting.in_vain(task) == ""
-    now[0] = 25
-    assert waiting.in_vain(task) == "no host is left for lane_mine"
+        fleet.on_worker(lambda: 1 // 0, ())
+    assert isinstance(fleet.on_worker(len, ("ab",)), Done)
 
 
 def test_files_of_a_host_arrive_without_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,13 +188,13 @@ def test_files_of_a_host_arrive_without_caches(tmp_path: Path, monkeypatch: pyte
     for name in ("reading.json", "logs/test.log", "caches/inductor/x", "a/caches/y"):
         (made / name).parent.mkdir(parents=True, exist_ok=True)
         (made / name).write_text(f"begin {name} end")
-    monkeypatch.setattr(files, "LONGEST", 8)
-    found = files.pack(made)
+    monkeypatch.setattr(fleet, "LONGEST", 8)
+    found = fleet.pack(made)
     assert found == {"logs/test.log": b".log end", "reading.json": b"begin reading.json end"}
     order: list[str] = []
     replace = Path.replace
     monkeypatch.setattr(Path, "replace", lambda self, to: order.append(to.name) or replace(self, to))
-    files.unpack(found, tmp_path / "there", "reading.json")
+    fleet.unpack(found, tmp_path / "there", "reading.json")
     assert order == ["test.log", "reading.json"], "the file that counts comes last"
     assert (tmp_path / "there/logs/test.log").read_text() == ".log end"
     assert len([*(tmp_path / "there").rglob("*")]) == 3
@@ -218,58 +204,15 @@ def test_folder_on_host_outlives_a_failed_task(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path))
 
     def cut() -> None:
-        with files.folder_on_host("gates", "x") as place:
+        with fleet.folder_on_host("gates", "x") as place:
             (place / "kept").touch()
             raise OSError("cut")
 
     with pytest.raises(OSError, match="cut"):
         cut()
-    with files.folder_on_host("gates", "x") as place:
+    with fleet.folder_on_host("gates", "x") as place:
         assert (place / "kept").exists()
     assert not place.exists()
-
-
-FACTS = {"commit": "aaa", "driver": "580"}
-
-
-@pytest.mark.parametrize(
-    ("found", "lines"),
-    [
-        ({"a": FACTS, "b": FACTS}, []),
-        (
-            {"a": FACTS, "b": FACTS | {"driver": "570"}, "c": FACTS},
-            ["b: driver is 570; 580 on the 2 others"],
-        ),
-        (
-            {"a": FACTS, "b": FACTS, "c": {"commit": "aaa"}},
-            ["c: driver is none; 580 on the 2 others"],
-        ),
-        ({"a": FACTS, "b": FACTS | {"commit": "bbb"}}, ["commit: aaa on a; bbb on b"]),
-    ],
-    ids=["equal", "one differs", "one lacks it", "no majority"],
-)
-def test_differences_name_the_host(found: dict[str, dict[str, str]], lines: list[str]) -> None:
-    assert [*inventory.differences(found)] == lines
-
-
-def test_inventory_has_no_value_of_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UV_INDEX", "https://user:secret@example.org")
-    (tmp_path / "a.py").write_text("1")
-    found = inventory.take(tmp_path)
-    assert "UV_INDEX" in found["settings"]
-    assert "secret" not in str(found)
-    assert found["package pytest"] == pytest.__version__
-    (tmp_path / "a.py").write_text("2")
-    assert inventory.take(tmp_path)["source tree"] != found["source tree"]
-    assert inventory.take(tmp_path / "absent")["source tree"].endswith("absent does not exist")
-
-
-def test_inventory_has_the_version_that_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "pytest-99.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pytest\nVersion: 99\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert inventory.take(tmp_path / "absent")["package pytest"] == "99"
 
 
 @pytest.fixture
@@ -298,24 +241,48 @@ PYTHONS = (
     "--command",
     "python bench.py",
 )
+Run = Callable[..., tuple[int, list[str], str]]
 
 
-def test_gate_of_each_lane_comes_back_with_its_files(foreign: Foreign) -> None:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs `bumpgate fleet` on a cluster: its exit code, its lines, its error."""
+
+    def run(cluster: Any, *arguments: str) -> tuple[int, list[str], str]:
+        monkeypatch.setattr(fleet, "Cluster", lambda address: cluster)
+        monkeypatch.setattr(sys, "argv", ["bumpgate", "fleet", "--ray", "a:1", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out.splitlines(), printed.err
+
+    return run
+
+
+def test_gate_of_each_lane_comes_back_with_its_files(foreign: Foreign, run: Run) -> None:
+    cluster = FakeCluster(1)
+    gates = ("gate", "--lane", "mine", "--lane", "other", "--out", "out")
+    code, lines, _ = run(cluster, *gates, "--", *PYTHONS)
     out = foreign.root / "out"
-    fake = FakeEngine(1)
-    lost, done = gates.run(fake, ["mine", "other"], "", PYTHONS, out)
-    assert (lost.lane, lost.gate, lost.why) == ("other", None, "its host died")
-    assert done.gate is not None, (out / "mine/fleet.log").read_text()
-    assert (done.lane, done.gate.lane, done.gate.decision.name) == ("mine", "mine", "ADOPT")
-    assert [task.needs for task in fake.tasks] == [("lane_mine",), ("lane_other",)]
-    assert {"gate.json", gates.LOG, "adopted.json"} <= {path.name for path in (out / "mine").iterdir()}
-    assert gates.read(out / "other") is None
-    assert gates.differences(done.gate, "mine", PYTHONS, out) == ""
-    for lane, arguments in (("other", PYTHONS), ("mine", PYTHONS[2:]), ("mine", (*PYTHONS, "--", "-q"))):
-        assert "its command is" in gates.differences(done.gate, lane, arguments, out)
-    foreign.write("bench.py", "print(1)")
-    assert gates.differences(done.gate, "mine", PYTHONS, out) == "the source tree has changed since"
+    assert code == 125, (out / "mine/fleet.log").read_text()
+    assert lines[0] == "UNKNOWN  other: no verdict: its host died"
+    assert lines[1].startswith("ADOPT    mine on ")
+    assert [task.lane for task in cluster.tasks] == ["mine", "other"]
+    assert {"gate.json", fleet.LOG} <= {path.name for path in (out / "mine").iterdir()}
+    assert len([*(out / "mine").glob("*.json")]) >= 3, "the records of both sides"
     assert not [*(foreign.root / ".home/fleet/gates").iterdir()]
+    code, _, error = run(cluster, *gates, "--", *PYTHONS)
+    assert (code, error.count("\n")) == (4, 1)
+    assert "out holds gates of mine: leave these out, or name another --out" in error
+
+
+def test_gate_with_bad_input_is_refused_on_every_host(foreign: Foreign, run: Run) -> None:
+    code, lines, _ = run(
+        FakeCluster(), "gate", "--lane", "mine", "--out", "out", "--", "--python-candidate", sys.executable
+    )
+    assert code == 4
+    assert "no verdict: " in lines[0]
+    assert "pyproject.toml has no extra 'mine'" in lines[0]
 
 
 @pytest.mark.parametrize(("code", "kept"), [(1, Decision.ADOPT), (0, Decision.HOLD), (0, None)])
@@ -324,43 +291,70 @@ def test_gate_that_ends_with_another_code_has_no_verdict(
 ) -> None:
     """A repeated task that fails leaves the gate.json that it began with."""
     monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path))
-    monkeypatch.setattr(gates, "read", lambda folder: kept and SimpleNamespace(decision=kept))
-    monkeypatch.setattr(gates, "run_child", lambda *a: (code, a[-1].write_text("MemoryError")))
+    monkeypatch.setattr(fleet, "read_gate", lambda folder: kept and SimpleNamespace(decision=kept))
+    monkeypatch.setattr(fleet, "run_child", lambda *a: (code, a[-1].write_text("MemoryError")))
     with pytest.raises(OSError, match=f"the gate ended with {code}: MemoryError"):
-        gates.measure("mine", (), tmp_path, "name")
+        fleet.measure_on_host("mine", (), tmp_path, "name")
 
 
-def test_gate_with_bad_input_is_refused_on_every_host(foreign: Foreign) -> None:
-    (result,) = gates.run(
-        FakeEngine(), ["mine"], "", ("--python-candidate", sys.executable), foreign.root / "out"
-    )
-    assert (result.gate, result.bad_input) == (None, True)
-    assert "pyproject.toml has no extra 'mine'" in result.why
+ADOPT, HOLD = (Done("node", {"decision": name}) for name in ("ADOPT", "HOLD"))
+LOST, REFUSED = Lost("its host died"), Lost("no such lane", refused=True)
 
 
-def fleet(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str]:
-    monkeypatch.setattr(sys, "argv", ["bumpgate", "fleet", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0), capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("results", "code"),
+    [
+        ([ADOPT], 0),
+        ([ADOPT, HOLD], 1),
+        ([ADOPT, LOST], 125),
+        ([LOST, HOLD, ADOPT], 1),
+        ([REFUSED, LOST, HOLD], 4),
+    ],
+    ids=["adopt", "hold", "unknown", "hold before unknown", "bad input before all"],
+)
+def test_worst_lane_decides_the_exit_code_of_gates(
+    results: list[Done | Lost], code: int, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decisions: dict[str, Any] = {}
+
+    def unpack(value: Any, folder: Path, last: str) -> None:
+        decision = Decision[value["decision"]]
+        decisions[folder.name] = SimpleNamespace(decision=decision, findings=(), wall_seconds=60.0)
+
+    monkeypatch.setattr(fleet, "unpack", unpack)
+    monkeypatch.setattr(fleet, "read_gate", lambda folder: decisions.get(folder.name))
+    cluster = SimpleNamespace(run=lambda tasks: enumerate(results), close=lambda: None)
+    lanes = [part for number in range(len(results)) for part in ("--lane", f"lane{number}")]
+    ended, lines, _ = run(cluster, "gate", *lanes, "--out", str(tmp_path), "--", "--candidate", "torch==2")
+    assert (ended, len(lines)) == (code, len(results)), lines
+    for line, result in zip(lines, results):
+        words = result.value["decision"] if isinstance(result, Done) else "UNKNOWN"
+        assert line.startswith(words)
 
 
 ENDS = ("bisect", "--good", "1.0", "--bad", "2.0", "--command", "true")
+GATE = ("gate", "--lane", "h200", "--", "--candidate", "torch==2.14.0")
+RAY = ("--ray", "a:1")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (ENDS, "name one engine: --ray HOST:PORT, or --slurm FOLDER"),
-        (("--ray", "a:1", "--slurm", "jobs", "check"), "name one engine"),
-        (("--ray", "a:1", *ENDS, "--interactive"), "--interactive is for one host"),
-        (("--ray", "a:1", *ENDS, "--builder", "x", "--repository", "."), "--builder is for one host"),
-        (("--ray", "a:1", *ENDS), "--ray needs ray; install it with: pip install 'bumpgate[fleet]'"),
-        (("--slurm", "jobs", "check"), "--slurm needs submitit; install it with: pip install"),
+        (ENDS, "--ray"),
+        ((*RAY, *ENDS, "--environments", "envs"), "--environments is for one host"),
+        ((*RAY, *ENDS), "--ray needs ray; install it with: pip install 'bumpgate[fleet]'"),
+        ((*RAY, *GATE, "--lane", "cpu"), "--lane after --: the fleet sets it for each gate"),
+        ((*RAY, *GATE, "--lane=cpu"), "--lane=cpu after --: the fleet sets it"),
+        ((*RAY, *GATE, "--out", "elsewhere"), "--out after --: the fleet sets it for each gate"),
     ],
-    ids=["no engine", "two engines", "interactive", "builder", "no ray", "no submitit"],
+    ids=[
+        "no cluster",
+        "environments",
+        "no ray",
+        "another lane",
+        "another lane in one word",
+        "another folder",
+    ],
 )
 def test_bad_fleet_input_is_one_line(
     arguments: tuple[str, ...],
@@ -370,9 +364,10 @@ def test_bad_fleet_input_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    GitRepository(tmp_path).commit("one", {"a": "1"})
-    for name in ("ray", "submitit"):  # as where the extra is not installed
-        monkeypatch.setitem(sys.modules, name, None)
-    code, err = fleet(monkeypatch, capsys, *arguments)
-    assert (code, len(err.splitlines())) == (4, 1), err
-    assert words in err
+    monkeypatch.setitem(sys.modules, "ray", None)  # as where the extra is not installed
+    monkeypatch.setattr(sys, "argv", ["bumpgate", "fleet", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (4, 1), error
+    assert words in error

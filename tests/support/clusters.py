@@ -10,12 +10,9 @@ with RayCluster(folder, env) as cluster:
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
 import os
-import platform
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -122,98 +119,3 @@ class RayCluster:
     def __exit__(self, *error: object) -> None:
         for node in reversed(self.nodes):
             node.kill()
-
-
-SLURM = """
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser={user}
-SlurmdUser={user}
-AuthInfo=socket={folder}/munge.socket
-SlurmctldPort={port}
-SlurmdPort={other}
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-MailProg=/bin/true
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} Features={features} State=UNKNOWN
-PartitionName=main Nodes={host} Default=YES State=UP
-"""
-SLURM_PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "sbatch")
-
-
-@dataclass
-class SlurmCluster:
-    """A real Slurm of one node on this machine: munged, slurmctld and slurmd, with files in `folder`.
-
-    variables: environment variables of the programs that use it. Jobs are not accounted, so sacct has none.
-    """
-
-    folder: Path
-    features: str
-    variables: dict[str, str] = field(default_factory=dict)
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    def __enter__(self) -> SlurmCluster:
-        found = {name: shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") for name in SLURM_PROGRAMS}
-        if missing := [name for name, path in found.items() if path is None]:
-            pytest.skip(
-                f"Slurm's {missing[0]} is not installed: apt-get install slurmctld slurmd slurm-client munge"
-            )
-        for name in ("state", "spool"):
-            (self.folder / name).mkdir()
-        key = self.folder / "munge.key"
-        key.touch(0o600)
-        key.write_bytes(secrets.token_bytes(128))
-        conf = self.folder / "slurm.conf"
-        conf.write_text(
-            SLURM.format(
-                host=platform.node().partition(".")[0],
-                user=getpass.getuser(),
-                folder=self.folder,
-                port=free_port(),
-                other=free_port(),
-                cores=os.cpu_count(),
-                features=self.features,
-            )
-        )
-        self.variables = {"SLURM_CONF": str(conf)}
-        files = {"key-file": key} | {f"{n}-file": self.folder / f"munge.{n}" for n in ("pid", "log", "seed")}
-        munge = [f"--{name}={path}" for name, path in files.items()]
-        self._start("munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket", *munge)
-        self._start("slurmctld", "-D", "-f", str(conf))
-        self._start("slurmd", "-D", "-f", str(conf))
-        deadline = time.monotonic() + START_SECONDS
-        while "idle" not in self._state():
-            assert time.monotonic() < deadline, [log.read_text() for log in self.folder.glob("*.out")]
-            time.sleep(0.2)
-        return self
-
-    def _start(self, name: str, *options: str) -> None:
-        path = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")
-        with (self.folder / f"{name}.out").open("w") as log:
-            self.processes.append(
-                subprocess.Popen(
-                    [str(path), *options],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    start_new_session=True,
-                )
-            )
-
-    def _state(self) -> str:
-        command = ["sinfo", "-h", "-o", "%T"]
-        return subprocess.run(
-            command, env={**os.environ, **self.variables}, capture_output=True, text=True
-        ).stdout
-
-    def __exit__(self, *error: object) -> None:
-        for process in reversed(self.processes):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()

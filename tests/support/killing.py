@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bumpgate.bisect import bisection, journal
-from bumpgate.bisect.bisection import BisectContext
+from bumpgate.bisect.bisection import BisectContext, ThisHost
 from bumpgate.bisect.journal import BisectPlan
 from bumpgate.bisect.probe import Cause, ProbeResult, Reading, load, take
 from bumpgate.bisect.search import ProbeOutcome, SearchResult
@@ -135,9 +134,8 @@ def run_loop(
                 return Request((f"torch==={version}",), name=f"torch {version}")
 
             test = FakeTest(moments, runs, misread)
-            context = BisectContext("torch", out, request, fake_build, test, Silent())
-            if hosts > 1:
-                context = replace(context, hosts=FakeHosts(test, hosts))
+            taken = FakeHosts(test, hosts) if hosts > 1 else ThisHost(fake_build, test)
+            context = BisectContext("torch", out, request, fake_build, taken, test, Silent())
             run = module.Bisection(state, context)
             result = run.run()
             return result, [str(change) for change in run.attribute(result).changes]

@@ -1,9 +1,9 @@
-"""Facts about two environments that name the package at fault: pins, commits, source repositories."""
+"""What installed wheels say about themselves: CUDA libraries that they pin, commit, source repository."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from bumpgate.env.build import Environment
-from bumpgate.env.request import Request
 
 COMMIT = re.compile(
     r"""^git_(?:version|revision)\s*(?::[^=\n]*)?=\s*['"]([0-9a-f]{7,40})['"]""", re.MULTILINE
@@ -20,21 +19,6 @@ COMMIT = re.compile(
 SOURCE = re.compile(r"https://(?:github|gitlab)\.com/[\w.-]+/[\w.-]+")
 # Libraries that a package is linked against; matched by name, since their wheels hold no other information.
 LINKED = re.compile(r"nvidia-.*|cuda-.*")
-
-
-def mixture_request(packages: Mapping[str, str], like: Request) -> Request:
-    """Request exactly these packages from the sources of `like`. Dependencies are ignored: the pins conflict."""
-    return Request(
-        tuple(f"{name}==={version}" for name, version in sorted(packages.items())),
-        python=like.python,
-        index=like.index,
-        find_links=like.find_links,
-        offline=like.offline,
-        dependencies=False,
-        script=like.script,
-        only_wheels=like.only_wheels,
-        name="a mixture",
-    )
 
 
 def together(*environments: Environment) -> list[set[str]]:

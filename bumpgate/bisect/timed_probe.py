@@ -147,13 +147,13 @@ class TimedTest:
             return ProbeResult(ProbeOutcome.OTHER, f"another fault: {test}: {one_line(why, 160)}")
         return ProbeResult(ProbeOutcome.UNKNOWN, f"undecided: {_shown(sessions, undecided)}")
 
-    def findings(self, good: str, before: Reading, bad: str, after: Reading) -> list[Finding]:
-        sessions = self._saved(after.place)
+    def findings(self, names: tuple[str, str], good: Reading, bad: Reading) -> list[Finding]:
+        sessions = self._saved(bad.place)
         if sessions is None:
             return []
         empty = Record({"lane": self.lane}, ())
         timed = summarise(sessions.log_ratios, self.plan, sessions.family)
-        verdict = judge_gate(self.lane, Side(good, empty), Side(bad, empty), timed)
+        verdict = judge_gate(self.lane, Side(names[0], empty), Side(names[1], empty), timed)
         return [f for f in verdict.findings if set(f.rows) & set(self.deciding)]
 
     def repro(self, environment: Environment, reading: Reading | None) -> str:

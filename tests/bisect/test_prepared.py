@@ -136,8 +136,6 @@ def test_bisect_of_prepared_environments_resumes(run: Run, make: Make, tmp_path:
             ("--find-links", "envs"),
             "--environments gives the complete environment: leave out --index",
         ),
-        (("--builder", "true", "--repository", "."), "--builder and --environments: use one, not both"),
-        (("--launch", "2.1.0"), "run envs/NAME/bin/python itself"),
         (("--package", "jax"), "--environments envs: no NAME/bin/python in it has jax installed"),
         (("--good", "1.0.0"), "torch 1.0.0 is not among the 1 versions here"),
         (("--command", "python 'x"), 'bumpgate: --command "python \'x": '),

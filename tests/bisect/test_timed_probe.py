@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from bumpgate.bisect import command, gate_finding, journal, options, probe, times_probe
-from bumpgate.bisect.bisection import BisectContext, Bisection
+from bumpgate.bisect import gate_finding, journal, options, probe, timed_probe
+from bumpgate.bisect.bisection import BisectContext, Bisection, ThisHost
+from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.gate_finding import GateFindingError, load
+from bumpgate.bisect.options import Options
 from bumpgate.bisect.probe import Cause
 from bumpgate.bisect.search import ProbeOutcome, SearchResult
 from bumpgate.core.gate_file import GATE_SCHEMA
@@ -120,7 +122,7 @@ class Silent:
 
 
 def timed_test(
-    root: Path, sides: Sides, ratio: float, module: Any = times_probe, sessions: int | None = None
+    root: Path, sides: Sides, ratio: float, module: Any = timed_probe, sessions: int | None = None
 ) -> Any:
     """Return the test of one row with fake processes. ratio: the slowdown that a gate reported."""
     module.run_duet, module.run_lanes = sides.run_duet, sides.run_lanes
@@ -133,37 +135,34 @@ def timed_test(
 
 
 @pytest.fixture(autouse=True)
-def restore_times_probe() -> Iterator[None]:
+def restore_timed_probe() -> Iterator[None]:
     """Undo what timed_test replaces in the module."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("run_duet", "run_lanes", "shares", "import_fault"):
-            patch.setattr(times_probe, name, getattr(times_probe, name))
+            patch.setattr(timed_probe, name, getattr(timed_probe, name))
         yield
 
 
 def search(
-    root: Path, sides: Sides, ratio: float, module: Any = times_probe, nights: Sequence[str] = NIGHTS
+    root: Path, sides: Sides, ratio: float, module: Any = timed_probe, nights: Sequence[str] = NIGHTS
 ) -> tuple[SearchResult, Silent]:
     """Bisect the row over `nights`, continuing what is in the folder."""
     test, show, out = timed_test(root, sides, ratio, module), Silent(), root / "out"
     out.mkdir(exist_ok=True)
-    span = options.Range("torch", tuple(nights), nights[0], nights[-1], {})
-    config = command.Options(
-        "torch", nights[0], nights[-1], "cpu", (TEST,), "", None, (), (), None, False, None, None, 0.98, None
-    )
+    span = Range("torch", tuple(nights), nights[0], nights[-1], {})
+    config = Options(good=nights[0], bad=nights[-1], lane="cpu", selection=(TEST,))
     path = out / "state.jsonl"
     plan = config.plan(span, test)
     with journal.resume(path) if path.exists() else journal.begin(path, plan) as state:
-        context = BisectContext("torch", out, request, build, test, show, reliable=True)
+        hosts = ThisHost(build, test)
+        context = BisectContext("torch", out, request, build, hosts, test, show, reliable=True)
         return Bisection(state, context).run(), show
 
 
 def test_misread_rates_of_timed_rows_are_bounds_unless_stated(root: Path) -> None:
     test = timed_test(root, Sides({}), ratio=1.10)
-    span = options.Range("torch", tuple(NIGHTS), NIGHTS[0], NIGHTS[-1], {})
-    config = command.Options(
-        "torch", NIGHTS[0], NIGHTS[-1], "cpu", (TEST,), "", None, (), (), None, False, None, None, 0.98, None
-    )
+    span = Range("torch", tuple(NIGHTS), NIGHTS[0], NIGHTS[-1], {})
+    config = Options(good=NIGHTS[0], bad=NIGHTS[-1], lane="cpu", selection=(TEST,))
     plan = config.plan(span, test)
     assert (plan.false_bad, plan.false_good, plan.confirm) == (*test.misreads, 1)
     assert 0 < plan.false_bad < 0.5
@@ -206,13 +205,13 @@ def test_undecided_timed_row_is_unknown(root: Path, tmp_path: Path) -> None:
     made = test.run(build(request(NIGHTS[4])), place)
     assert test.judge(made).outcome is ProbeOutcome.UNKNOWN
     assert test.judge(made).reason.startswith(f"undecided: {ROW} ")
-    assert sides.sessions[NIGHTS[4]] == times_probe.MOST
+    assert sides.sessions[NIGHTS[4]] == timed_probe.MOST
 
 
 @pytest.mark.parametrize(
     ("attribute", "version", "cause", "outcome", "sessions"),
     [
-        ("failing", NIGHTS[4], Cause.RAN, ProbeOutcome.OTHER, times_probe.FAILING),
+        ("failing", NIGHTS[4], Cause.RAN, ProbeOutcome.OTHER, timed_probe.FAILING),
         ("failing", GOOD, Cause.MACHINE, ProbeOutcome.SKIP, 8),
         ("lost", NIGHTS[4], Cause.MACHINE, ProbeOutcome.SKIP, 8),
     ],
@@ -236,14 +235,14 @@ def test_probe_without_a_time_is_neither_good_nor_bad(
     assert (made.cause, test.judge(made).outcome) == (cause, outcome)
     assert sides.sessions[NIGHTS[4]] == sessions
     # A failure of the machine is measured again from its first session.
-    assert (place / times_probe.SESSIONS).exists() == (cause is Cause.RAN)
+    assert (place / timed_probe.SESSIONS).exists() == (cause is Cause.RAN)
 
 
 def test_candidate_that_does_not_import_is_skipped(root: Path, tmp_path: Path) -> None:
     sides = Sides({})
     sides.failing.add(NIGHTS[4])
     test = timed_test(root, sides, 1.10)
-    times_probe.import_fault = lambda environment, *packages: "import torch: killed by SIGSEGV"  # type: ignore[assignment]
+    timed_probe.import_fault = lambda environment, *packages: "import torch: killed by SIGSEGV"  # type: ignore[assignment]
     place = tmp_path / "reading"
     place.mkdir()
     made = test.run(build(request(NIGHTS[4])), place)
@@ -252,7 +251,7 @@ def test_candidate_that_does_not_import_is_skipped(root: Path, tmp_path: Path) -
 
 def test_reading_without_its_sessions_is_not_green(root: Path, tmp_path: Path) -> None:
     test = timed_test(root, Sides({}), 1.10)
-    gone = probe.Reading(tmp_path, Cause.RAN, times_probe.MEASURED)
+    gone = probe.Reading(tmp_path, Cause.RAN, timed_probe.MEASURED)
     assert test.judge(gone).outcome is ProbeOutcome.UNKNOWN
 
 
@@ -282,7 +281,7 @@ def test_killed_probe_continues_with_its_sessions(root: Path) -> None:
     ids=["whole slowdown as margin", "faster is bad", "good end is measured", "good end against itself"],
 )
 def test_mutant_of_the_timed_probe_is_caught(old: str, new: str, root: Path) -> None:
-    mutant = mutant_of(times_probe, old, new)
+    mutant = mutant_of(timed_probe, old, new)
     sides = Sides(dict.fromkeys(NIGHTS[2:], 1.10))
     try:
         result, _ = search(root, sides, 1.10, mutant, NIGHTS[:4])
@@ -413,10 +412,10 @@ def bisect_tree(tree: Tree, *arguments: str) -> Ran:
     with pytest.MonkeyPatch.context() as patch, bisecting(tree.root) as run:
         patch.setattr("tempfile.tempdir", str(tree.root))
         patch.setenv("BUMPGATE_HOME", str(tree.root / "home"))
-        patch.setattr(command, "build", prepared)
+        patch.setattr(options, "build", prepared)
         patch.setattr(fitting, "build", prepared)
         patch.setattr(options, "versions", listed)
-        patch.setattr(times_probe, "COPIES", 1)
+        patch.setattr(timed_probe, "COPIES", 1)
         return run(*arguments)
 
 

@@ -1,24 +1,53 @@
-"""A bisect of a gate's finding resumes only with that finding: the command line names nothing but the gate's file."""
+"""Options of a bisect: the command line that repeats it, and the finding of a gate that it follows."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bumpgate.bisect import command, journal
 from bumpgate.bisect.candidates import Range
-from bumpgate.bisect.command_probe import CommandTest
 from bumpgate.bisect.gate_finding import GateFinding
 from bumpgate.bisect.options import BisectError, Options
+from bumpgate.bisect.probe import CommandTest
 
 ROW, TEST = "throughput/a/seconds", "suites/throughput/test_a.py::test_time[cpu]"
 
 
 def options(row: str = ROW, ratio: float = 1.3) -> Options:
     finding = GateFinding("cpu", (TEST,), {"torch": "2.0.0"}, {"torch": "2.1.0"}, {row: TEST}, {row: ratio})
-    ends = ("torch", "2.0.0", "2.1.0", "cpu", (TEST,), "", None, (), ())
-    return Options(*ends, None, False, None, None, 0.98, None, gate="/gate/gate.json", finding=finding)
+    return Options(
+        good="2.0.0",
+        bad="2.1.0",
+        lane="cpu",
+        selection=(TEST,),
+        from_gate=Path("/gate/gate.json"),
+        finding=finding,
+    )
+
+
+def test_resume_line_repeats_the_options() -> None:
+    options = Options(
+        good="2.0.0",
+        bad="2.1.0",
+        lane="cpu",
+        selection=("suites", "-k", "a b"),
+        index="https://user:secret@example.org/simple",
+        find_links=("wheels",),
+        extra=("numpy<2",),
+        timeout=2.5,
+        budget=9,
+        find_fix=True,
+        attribution=False,
+        disk="40G",
+    )
+    assert options.resume_line("bisect") == (
+        "bumpgate bisect --lane cpu --package torch --good 2.0.0 --bad 2.1.0 --index https://example.org/simple"
+        " --timeout 2.5 --confidence 0.98 --budget 9 --find-links wheels --with 'numpy<2' --find-fix"
+        " --out bisect-torch-2.0.0-2.1.0 --no-attribution --disk 40G --resume -- suites -k 'a b'"
+    )
 
 
 @pytest.fixture
@@ -35,13 +64,13 @@ def out(tmp_path: Path) -> Path:
 def test_resume_refuses_a_gate_with_another_finding(out: Path, other: Options) -> None:
     """The next gate of the same candidate wrote the file again while the bisect was interrupted."""
     with pytest.raises(BisectError) as caught:
-        command._continue(other, out)
+        command._continue(replace(other, out=out))
     assert str(caught.value) == (
         f"{out} is of another finding than /gate/gate.json has now, which was written again: name another --out"
     )
 
 
 def test_resume_continues_with_the_same_finding(out: Path) -> None:
-    state, _ = command._continue(options(), out)
+    state, _ = command._continue(replace(options(), out=out))
     assert state
     state.close()

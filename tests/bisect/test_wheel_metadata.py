@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bumpgate.bisect import blame
+from bumpgate.bisect import wheel_metadata
 from bumpgate.bisect.attribution import Mixture, attribute, changes
 from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.env.build import Environment
@@ -40,7 +40,7 @@ def test_torch_is_grouped_with_its_pinned_cuda_libraries(tmp_path: Path) -> None
     ]
     old = environment(tmp_path / "a", "torch", "2.13.0", pins)
     new = environment(tmp_path / "b", "torch", "2.14.0", ["cuda-bindings==13.0"])
-    assert blame.together(old, new) == [{"torch", "nvidia-cublas", "cuda-bindings"}], (
+    assert wheel_metadata.together(old, new) == [{"torch", "nvidia-cublas", "cuda-bindings"}], (
         "triton is a separate group"
     )
 
@@ -108,7 +108,7 @@ def check_cuda_step(module: Any, folder: Path) -> None:
 
 
 def test_cuda_12_to_13_step_takes_few_mixtures(tmp_path: Path) -> None:
-    check_cuda_step(blame, tmp_path)
+    check_cuda_step(wheel_metadata, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -125,16 +125,16 @@ def test_cuda_12_to_13_step_takes_few_mixtures(tmp_path: Path) -> None:
 )
 def test_mutant_that_ignores_pins_is_caught(old: str, new: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
-        check_cuda_step(mutant_of(blame, old, new), tmp_path)
+        check_cuda_step(mutant_of(wheel_metadata, old, new), tmp_path)
 
 
 def test_compare_link_uses_wheel_metadata(tmp_path: Path) -> None:
     home = "https://github.com/triton-lang/triton/"
     old = environment(tmp_path / "a", "triton", "3.7.0+gitabcdef12", home=home)
     new = environment(tmp_path / "b", "triton", "3.7.1", home=home, commit="9" * 40)
-    link = blame.compare_link(old, new, "triton")
+    link = wheel_metadata.compare_link(old, new, "triton")
     assert link == f"https://github.com/triton-lang/triton/compare/abcdef12...{'9' * 40}"
     silent = environment(tmp_path / "c", "triton", "3.7.2", home=home)
     elsewhere = environment(tmp_path / "d", "triton", "3.7.3", home="https://pytorch.org", commit="8" * 40)
-    assert blame.compare_link(old, silent, "triton") == ""
-    assert blame.compare_link(elsewhere, elsewhere, "triton") == ""
+    assert wheel_metadata.compare_link(old, silent, "triton") == ""
+    assert wheel_metadata.compare_link(elsewhere, elsewhere, "triton") == ""
