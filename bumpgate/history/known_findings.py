@@ -41,8 +41,8 @@ class FindingError(BumpgateError):
 class Known:
     """One remembered finding, as of the latest gate of its lane and package.
 
-    first, last, gone: start of the gate that first and last showed it, and of the one that showed it gone (None: it
-    is open). gates: how many showed it. state: in the latest gate. added: rows that the gate before did not show.
+    first, last: start of the first and the last gate that showed it. gone: start of the gate that showed it gone; None
+    if it is open. gates: how many showed it. state: in the latest gate. added: rows that the gate before did not show.
     rows ... moved: of the last gate that showed it. module: the file of its test; moved: the packages that differ
     between the sides.
     """

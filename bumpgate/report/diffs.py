@@ -37,7 +37,7 @@ class Diff:
 def of_records(
     adopted: Record | None, candidate: Record | None, suspects: Iterable[str]
 ) -> tuple[list[Diff], int]:
-    """Return the differences in evidence, and the number of those that are not shown.
+    """Return the differences in evidence, and how many more there are.
 
     suspects: rows whose complete evidence is compared; of all others only the lines on what the compiler did.
     """

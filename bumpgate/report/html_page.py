@@ -66,7 +66,7 @@ def curves(title: str, unit: str, series: Mapping[str, tuple[float, ...]]) -> st
 
 
 def _series(shown: Page) -> dict[str, tuple[str, dict[str, tuple[float, ...]]]]:
-    """Return row id -> unit and curves, those of both sides together."""
+    """Return row id -> unit and curves, with both sides together."""
     found: dict[str, tuple[str, dict[str, tuple[float, ...]]]] = {}
     for side, record in zip(("adopted: ", "candidate: " if shown.paired else ""), shown.records):
         for row in (j.row for j in record.judgements) if record else ():

@@ -105,7 +105,7 @@ def _day(text: str) -> date:
 
 
 def _refuse_other_tree(root: Path, path: Path, found: Record | GateFile) -> None:
-    """Raise RefusedError on a record or gate of other sources than those of this work tree."""
+    """Raise RefusedError on a record or gate that was measured from other sources than this work tree."""
     if isinstance(found, Record):
         refuse_other_tree(found, measured_tree(root, path))
         return

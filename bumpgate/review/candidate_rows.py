@@ -10,7 +10,7 @@ from bumpgate.core.findings import NO_REGRESSION, PEER
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Judgement, Record, Verdict, is_time
 from bumpgate.process.file_transaction import AdoptionError
-from bumpgate.review.rebaseline import BaselineChange, build_of, judged, made_with, reviewed
+from bumpgate.review.rebaseline import BaselineChange, build_of, changed_rows, judged, made_with, reviewed
 
 # The paired sessions decide these instead of a stored time.
 SETTLED = tuple(outcome.value for outcome in NO_REGRESSION)
@@ -21,32 +21,30 @@ def moved_baseline(
 ) -> tuple[Baseline, list[BaselineChange], list[str]]:
     """Return the baseline of the candidate, the changes, and the rows that stay red under it.
 
-    Accepted from the candidate's record: new rows, per-build values, wins (of a timed row, those that the paired
-    sessions confirm), ratios to a peer that became faster, and the rows of reviewed findings (`accepted_rows`), unless
-    sessions alone judge them; such a row is dropped if its test ran and does not report it any more. A time that the
-    sessions found no slower keeps its reviewed value, whatever this machine read, unless that is from another class of
-    host. Tolerances and notes are kept. The rows of `given_up` are dropped. Raises AdoptionError on a reviewed row that
-    no baseline can excuse.
+    These values are taken from the candidate's record:
+
+    * new rows, and values that belong to one build;
+    * wins; a timed row's win only if the paired sessions confirm it;
+    * ratios to a peer that became faster;
+    * times of another class of host than the reviewed value, if the sessions found them no slower.
+
+    Any other time keeps its reviewed value, whatever this machine read. Tolerances and notes are kept.
+
+    accepted_rows: rows of reviewed findings, taken as measured unless sessions alone judge them. A row is dropped if
+        its test ran and does not report it any more.
+    given_up: rows to drop.
+    Raises AdoptionError on a reviewed row that no baseline can excuse.
     """
     record = gate.candidate.record
     assert record is not None
     changes = [BaselineChange(id, old.rows[id], None, "its wheel was given up") for id in sorted(given_up)]
-    rows = {id: r for id, r in old.rows.items() if id not in given_up}
-    for j in record.judgements:
-        change = _change(j, old, record, gate, accepted_rows)
-        if change is None:
-            continue
-        changes.append(change)
-        if change.new is None:
-            del rows[change.id]
-        else:
-            rows[change.id] = change.new
-    new = Baseline(old.lane, made_with(record), rows)
+    changes += [c for j in record.judgements if (c := _change(j, old, record, gate, accepted_rows))]
+    new = Baseline(old.lane, made_with(record), changed_rows(old, changes))
     return new, changes, [j.row.id for j in record.judgements if _stays_red(j, new, record, gate)]
 
 
 def _stays_red(j: Judgement, new: Baseline, record: Record, gate: GateFile) -> bool:
-    """Return whether a row is red under the new baseline, too, unless sessions refuted its single reading."""
+    """Return whether a row is red under the new baseline, unless sessions refuted its single reading."""
     refuted = _settled(gate, j) and j.row.interval is None
     other_host = j.explains and j.row.interval is not None
     return (j.red or other_host) and not j.row.unmeasured and not refuted and judged(j, new, record).red
@@ -110,7 +108,7 @@ def _settled(gate: GateFile, j: Judgement) -> bool:
 
 
 def _better_in_both(gate: GateFile, j: Judgement) -> bool:
-    """Return whether the adopted side's reading is better than the reviewed value by more than its tolerance, too."""
+    """Return whether the adopted side's reading is a win over the reviewed value as well."""
     before = gate.adopted.record.judgements if gate.adopted.record else ()
     return any(b.row.id == j.row.id and b.verdict is Verdict.WIN for b in before)
 

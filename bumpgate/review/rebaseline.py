@@ -111,21 +111,24 @@ def plan(
         raise RefusedError(*refused)
     changes = [c for j in selected if (c := _change(j, old, record, prune, refresh))]
     _refuse_other_host(record, old, changes, whole=_whole(record) and not only)
-    rows = dict(old.rows)
-    for change in changes:
-        if change.new is None:
-            del rows[change.id]
-        else:
-            rows[change.id] = change.new
     whole = _whole(record) and not only
     adopt = not old.made_with or (whole and (bool(changes) or other_build(old.made_with, record.provenance)))
     if adopt:
         _refuse_kept_values(record, old)
-    return Baseline(old.lane, made_with(record) if adopt else old.made_with, rows), changes
+    return Baseline(
+        old.lane, made_with(record) if adopt else old.made_with, changed_rows(old, changes)
+    ), changes
+
+
+def changed_rows(old: Baseline, changes: Iterable[BaselineChange]) -> dict[str, Reviewed]:
+    """Return the rows of a baseline after its changes."""
+    rows = {**old.rows, **{c.id: c.new for c in changes if c.new}}
+    dropped = {c.id for c in changes if c.new is None}
+    return {id: row for id, row in rows.items() if id not in dropped}
 
 
 def refuse_other_tree(record: Record, now: str) -> None:
-    """Raise RefusedError on a record of other sources than those of this work tree."""
+    """Raise RefusedError on a record that was measured from other sources than this work tree."""
     if record.provenance.get("tree") == now:
         return
     commit = record.provenance.get("commit")
@@ -252,7 +255,7 @@ def reviewed(row: Row, was: Reviewed | None, record: Record) -> Reviewed:
 
 
 def _moved(change: BaselineChange) -> tuple[Value, Value]:
-    """Return the old and the new value; for a "code" row, those of the version that moved."""
+    """Return the old and the new value; of a "code" row, for the version that moved."""
     old, new = change.old, change.new
     dropped = [v for v in (old.values if old and new else {}) if new and v not in new.values]
     if dropped and old:

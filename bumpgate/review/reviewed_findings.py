@@ -1,6 +1,6 @@
 """The review of a gate that holds: which findings are intended, and why.
 
-A time that the sessions left undecided can be reviewed, too, once they had enough of them: a reviewer who may accept a
+An undecided time can be reviewed once it had enough sessions: a reviewer who may accept a
 proven change of +39 % may accept one that is +41 % at the worse end of its interval. That end is kept with the review.
 """
 
@@ -24,7 +24,7 @@ TABLE = "reviewed"
 def reviewed(
     gate: GateFile, rows: Sequence[str], reasons: Sequence[str], file: Path | None = None
 ) -> tuple[ReviewedFinding, ...]:
-    """Return the reviewed rows: those of the options, and those of a file. A row takes the first reason that it has.
+    """Return the reviewed rows of the options and of a file. A row takes its first reason.
 
     Raises AdoptionError (one line) unless they cover every finding that holds the gate, and every undecided time.
     """
