@@ -1,6 +1,6 @@
 """What each rule of the compile contract costs or gains, in one table, from the rows of a run.
 
-`python -m tools.tax RECORD.json [MORE.json ...] [--out docs/tax.md]` prints GitHub Markdown. A line reads
+`python -m tools.tax RECORD.json [MORE.json ...] [--out tax.md]` prints GitHub Markdown. A line reads
 "not measured" if no record holds its row, or if the row's instrument or machine failed. If several records hold a row,
 the first one counts: rows that only another lane has, such as the cpu lane's recompiles, come from its record.
 

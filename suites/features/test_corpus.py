@@ -1,6 +1,6 @@
 """The corpus of torch's regressions: each case is a defect row, present exactly in the releases that have it.
 
-A gate from a good release to a bad one holds because of it (docs/corpus.md).
+A gate from a good release to a bad one holds because of it.
 """
 
 from __future__ import annotations

@@ -50,10 +50,6 @@ def test_names_of_cases_are_unique() -> None:
     assert sorted(set(names)) == sorted(names)
 
 
-def test_corpus_page_lists_the_cases() -> None:
-    assert edges.PAGE.read_text(encoding="utf-8").endswith(edges.TABLE + edges.table())
-
-
 @pytest.mark.parametrize(
     ("bad", "good", "range"),
     [
@@ -154,20 +150,14 @@ def test_answer_of_a_bisect_counts_if_it_is_sure_and_right(
     assert capsys.readouterr().out.splitlines()[-1] == last_line
 
 
-def test_page_of_the_answers_keeps_the_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "corpus.md"
-    page.write_text(f"# Corpus\n{edges.TABLE}{edges.table()}")
-    monkeypatch.setattr(bisects, "PAGE", page)
+def test_answers_are_printed_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = [
         bisects.Answer("area-edge", "2.8.0 -> 2.9.0", "2.8.0 -> 2.9.0", True, 7),
         bisects.Answer("area-edge", "2.10.0 -> 2.13.0", "2.9.0 -> 2.10.0", False, 60),
     ]
     results = tmp_path / "edges.jsonl"
     results.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers))
-    for _ in range(2):  # writing it again changes nothing
-        assert bisects.main(["--results", str(results), "--out", str(page)]) == 0
-        text = page.read_text()
-        assert text.startswith("# Corpus\n\n## Bisects\n")
-        assert text.count("1 of 2 edges found") == 1
-        assert "| `area-edge` | 2.10.0 -> 2.13.0 | not sure: 2.9.0 -> 2.10.0 | 60 |\n" in text
-        assert text.endswith(edges.TABLE + edges.table())
+    assert bisects.main(["--results", str(results), "--table"]) == 1
+    text = capsys.readouterr().out
+    assert text.endswith("1 of 2 edges found\n")
+    assert "| `area-edge` | 2.10.0 -> 2.13.0 | not sure: 2.9.0 -> 2.10.0 | 60 |\n" in text

@@ -1,4 +1,4 @@
-"""Regressions of torch that a hybrid training stack has met or could meet, as small programs (docs/corpus.md)."""
+"""Regressions of torch that a hybrid training stack has met or could meet, as small programs."""
 
 from suites.features.corpus import (
     attention,

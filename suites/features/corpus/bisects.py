@@ -1,7 +1,7 @@
 """Bisect every edge of the corpus over prepared environments, and compare the answers with the stated releases.
 
     python -m suites.features.corpus.bisects --environments DIR --results edges.jsonl
-    python -m suites.features.corpus.bisects --results edges.jsonl --out docs/corpus.md   # the table of the answers
+    python -m suites.features.corpus.bisects --results edges.jsonl --table   # the answers as a table
 
 An edge is a pair of neighbouring releases of a case, one bad and one good. The regression's edge is found by `bumpgate
 bisect`, the repair's by `--find-fix`; each search starts at the two ends of the stretch of releases around its edge.
@@ -24,12 +24,9 @@ from pathlib import Path
 from packaging.version import Version
 
 from suites.features.corpus import CASES, Case
-from suites.features.corpus.edges import PAGE, TABLE
-from suites.support.tables import line, publish
+from suites.support.tables import line
 
 HEAD = ("case", "edge", "answer", "probes")
-SECTION = "\n## Bisects\n\n"
-COMMAND = "python -m suites.features.corpus.bisects --environments /opt/envs --results edges.jsonl"
 
 
 @dataclass(frozen=True)
@@ -131,17 +128,13 @@ def summary(answers: Iterable[Answer]) -> str:
     return f"{sum(answer.right for answer in found)} of {len(found)} edges found"
 
 
-def page(answers: list[Answer]) -> str:
-    """The docs page with the table of the answers in place of the one that it has."""
-    old = PAGE.read_text(encoding="utf-8")
-    before, _, rest = old.partition(SECTION)
-    head, _, cases = (rest or before).partition(TABLE)
+def table(answers: list[Answer]) -> str:
+    """Return the answers as GitHub Markdown."""
     rows = [line(HEAD), line("---" for _ in HEAD)]
     for a in answers:
         found = "the same" if a.right else a.found if a.sure else f"not sure: {a.found}"
         rows.append(line((f"`{a.case}`", a.edge, found, str(a.probes))))
-    text = f"`bumpgate bisect` over environments of these releases: {summary(answers)}, by\n\n```\n{COMMAND}\n```\n\n"
-    return (before if rest else head) + SECTION + text + "\n".join(rows) + "\n" + TABLE + cases
+    return "\n".join(rows)
 
 
 def main(arguments: list[str]) -> int:
@@ -149,7 +142,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--environments", type=Path, help="folder of environments, each with bin/python")
     parser.add_argument("--results", type=Path, required=True, help="file of answers, continued if there")
     parser.add_argument("--case", action="append", help="only this case; repeatable")
-    parser.add_argument("--out", type=Path, help="write the table of the answers into this page")
+    parser.add_argument("--table", action="store_true", help="print the answers as a table")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.case or () if name not in {case.name for case in CASES}]:
         parser.error(f"--case {unknown[0]}: not a case of the corpus")
@@ -161,8 +154,8 @@ def main(arguments: list[str]) -> int:
                 flush=True,
             )
     answers = load(options.results)
-    if options.out:
-        return publish(page(answers), options.out)
+    if options.table:
+        print(table(answers))
     print(summary(answers))
     return int(not all(answer.right for answer in answers))
 

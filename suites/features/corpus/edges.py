@@ -2,7 +2,7 @@
 
     pytest -m cpu suites/features/test_corpus.py --record=torch-2.12.0.json     # once under each release
     python -m suites.features.corpus.edges torch-*.json                         # one line for each pair of releases
-    python -m suites.features.corpus.edges --out docs/corpus.md                 # the table of the cases
+    python -m suites.features.corpus.edges                   # the table of the cases
 
 Exit codes: 0 every pair holds and every value is the stated one; 1 one does not; 2 usage error or an unusable record.
 """
@@ -20,11 +20,9 @@ from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Record, RecordError, read_record
 from bumpgate.gate.verdict import Side, judge_gate
 from suites.features.corpus import CASES, Case
-from suites.support.tables import line, publish
+from suites.support.tables import line
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "corpus.md"
 HEAD = ("case", "what breaks", "bad", "good", "upstream")
-TABLE = "\n## Cases\n\n"
 
 
 def release(record: Record) -> str:
@@ -73,12 +71,13 @@ def table() -> str:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="edges", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("records", nargs="*", type=Path, metavar="RECORD")
-    parser.add_argument("--out", type=Path, help="write the table of the cases into this page")
+    parser.add_argument(
+        "records", nargs="*", type=Path, metavar="RECORD", help="none: print the table of the cases"
+    )
     chosen = parser.parse_args(arguments)
-    if chosen.out:
-        head = chosen.out.read_text(encoding="utf-8").partition(TABLE)[0]
-        return publish(head + TABLE + table(), chosen.out)
+    if not chosen.records:
+        print(table(), end="")
+        return 0
     try:
         read = [read_record(path) for path in chosen.records]
     except RecordError as error:

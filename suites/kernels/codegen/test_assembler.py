@@ -25,7 +25,7 @@ def test_cache_key_names_the_assembler_that_compiled(lane: Lane, tmp_path: Path,
     and later processes, whose assembler is the first one, load it.
 
     Probably why m2rnn's forward pass takes 1.24 times as long with one compile cache of torch 2.11.0 as with another
-    (docs/h200_newer_torch.md).
+    (docs/results.md).
     """
     own, another = get_ptxas(90).path, tmp_path / "ptxas"
     another.write_text(ANOTHER.format(path=own))
