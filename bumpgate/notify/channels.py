@@ -17,11 +17,13 @@ from urllib.parse import urlsplit
 
 from bumpgate.core.errors import BumpgateError, need, one_line
 from bumpgate.notify.topics import Message
-from bumpgate.process.web import GITHUB, secure
 
 LABEL = "bumpgate"
 REPOSITORY = re.compile(r"[A-Za-z0-9-]+/[A-Za-z0-9._-]+")
 URLS = "BUMPGATE_APPRISE_URLS"
+# Variables that hold a GitHub token, in this order.
+TOKENS = ("BUMPGATE_GITHUB_TOKEN", "GITHUB_TOKEN")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|WEBHOOK|APPRISE_URLS")
 SECONDS = 20  # for one answer
 WAITS = (1.0, 2.0)  # seconds before another attempt
@@ -88,10 +90,10 @@ class GitHubIssues:
         self.name = f"github:{repository}"
         if not connect:
             return
-        base = secure(os.environ.get("GITHUB_API_URL") or "https://api.github.com", "GITHUB_API_URL")
-        token = next((os.environ[name] for name in GITHUB if os.environ.get(name)), "").strip()
+        base = _api_url()
+        token = next((os.environ[name] for name in TOKENS if os.environ.get(name)), "").strip()
         if not token or not re.fullmatch(r"[!-~]+", token):
-            raise BumpgateError(f"--github: put a token into the environment variable {GITHUB[0]}")
+            raise BumpgateError(f"--github: put a token into the environment variable {TOKENS[0]}")
         self._github: Any = need("github", command="--github", extra="notify")
         _silence("github")
         auth = self._github.Auth.Token(token)
@@ -169,6 +171,15 @@ def chats() -> list[Chat]:
     if not urls:
         raise BumpgateError(f"--apprise: put the channels' URLs into the environment variable {URLS}")
     return [Chat(url, f"URL {n} of {URLS}") for n, url in enumerate(urls, 1)]
+
+
+def _api_url() -> str:
+    """Return the https URL of GitHub's API, or any URL of this machine. Raises BumpgateError, without the URL."""
+    url = os.environ.get("GITHUB_API_URL") or "https://api.github.com"
+    parts = urlsplit(url)
+    if parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK):
+        return url
+    raise BumpgateError("GITHUB_API_URL is not an https URL")
 
 
 def fenced(text: str) -> str:
