@@ -19,8 +19,8 @@ from bumpgate.gate.sequential import decide
 from bumpgate.gate.sides import ROUNDS, TEST_SECONDS, TITLES
 from bumpgate.gate.timed import Sessions, TimedReading, reading
 from bumpgate.gate.view import session_line, timed_line
-from bumpgate.process import test_durations
 from bumpgate.process.gpu_shares import SESSION, UNTIMED, GpuShare
+from bumpgate.process.home import load_durations
 from bumpgate.process.runner import LaneCall
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class TimedRuns:
     def _fill(self, empty: Mapping[str, Sequence[int]], tests: Sequence[str]) -> None:
         """Fill these pairs of compile caches at once. empty: side -> its pairs."""
         calls: dict[tuple[str, int], list[LaneCall]] = {}
-        known = test_durations.load(self.runner.gate.config.lane)
+        known = load_durations(self.runner.gate.config.lane)
         for (name, pairs), own in zip(empty.items(), self.runner.shares_of(len(empty))):
             places = [*(own or (None,))] * (FILLS_AT_ONCE if self._on_cuda else 1)
             more = {UNTIMED: "1"} if self._on_cuda else {}
@@ -100,7 +100,7 @@ class TimedRuns:
                 started = time.monotonic()
                 left = self.runner.deadline - started
                 if left < math.inf:
-                    tests = fitting(tests, test_durations.load(lane), left / in_turn, pace)
+                    tests = fitting(tests, load_durations(lane), left / in_turn, pace)
                 if left <= 0 or not tests:
                     self.runner.view.say("the budget is spent: rows that are still open stay INCONCLUSIVE")
                     break
@@ -110,7 +110,7 @@ class TimedRuns:
                 took = time.monotonic() - started
                 longest, pace = (
                     max(longest, took),
-                    pace.after(tests, test_durations.load(lane), took / in_turn),
+                    pace.after(tests, load_durations(lane), took / in_turn),
                 )
                 self.runner.save()
                 if sessions.started // 4 > quarter:

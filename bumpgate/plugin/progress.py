@@ -16,7 +16,7 @@ import pytest
 
 from bumpgate.core.rows import Judgement
 from bumpgate.plugin.sharing import WAITED_PROPERTY
-from bumpgate.process import test_durations
+from bumpgate.process.home import load_durations, save_durations
 
 # Seconds between two lines.
 ON_TERMINAL = 0.5
@@ -36,7 +36,7 @@ class Progress:
         self.config = config
         self.judgements = judgements
         self.lane = lane
-        self.before = test_durations.load(lane)
+        self.before = load_durations(lane)
         self.now: dict[str, float] = {}
         self.tests: set[str] = set()
         self.finished: set[str] = set()
@@ -115,7 +115,7 @@ class Progress:
         with contextlib.suppress(OSError):
             # Without the test that ctrl-C interrupted: it took longer than this.
             now = {test: spent for test, spent in self.now.items() if test in self.finished}
-            test_durations.save(self.lane, self.before | now)
+            save_durations(self.lane, self.before | now)
 
     def line(self) -> str:
         """`3:05 of about 12:10; 240 of 1201 tests; 96 rows: 95 PASS, 1 CHANGED; 41 s in suites/a.py::test_b`."""

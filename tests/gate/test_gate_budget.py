@@ -14,8 +14,8 @@ from bumpgate.gate.budget import Pace, fitting
 from bumpgate.gate.plan import plan_for
 from bumpgate.gate.result import GateConfig
 from bumpgate.gate.timed import Sessions
-from bumpgate.process import test_durations
 from bumpgate.process.gpu_shares import divide
+from bumpgate.process.home import save_durations
 from bumpgate.process.runner import LaneCall, LaneRun
 from tests.support.gating import Machine
 
@@ -75,7 +75,7 @@ class Clock:
         self.ran.append(selected[0])
         self.now += self.OVERHEAD + max(sum(LONG_FIRST[test] for test in tests) for tests in selected)
         if self.known:
-            test_durations.save(self.lane, self.known)
+            save_durations(self.lane, self.known)
         return self.machine.run_lanes(calls, timeout)
 
     def run_duet(self, calls: Sequence[LaneCall], flip: bool, timeout: float) -> list[LaneRun]:
@@ -132,7 +132,7 @@ def test_first_session_uses_the_seconds_of_the_lane_run(
 ) -> None:
     """Its overhead is not known yet, the one that it may exceed the budget by."""
     monkeypatch.setenv("BUMPGATE_HOME", str(out / "home"))
-    test_durations.save("h200", LONG_FIRST)
+    save_durations("h200", LONG_FIRST)
     clock = spend(machine, out, monkeypatch, 42.0)
     assert clock.ran == [["t::b", "t::c", "t::d"]] * 2
     assert clock.now == 62.0

@@ -14,7 +14,7 @@ from bumpgate.plugin import progress
 from bumpgate.plugin.progress import Progress
 from bumpgate.plugin.sharing import WAITED_PROPERTY
 from bumpgate.plugin.timing import machine
-from bumpgate.process import test_durations
+from bumpgate.process.home import durations_path, load_durations
 from tests.support.project import GOOD, Project, counted
 
 LONG, SHORT = "suites/a.py::long", "suites/a.py::short"
@@ -68,8 +68,8 @@ def test_estimate_uses_the_durations_of_the_last_run(monkeypatch: pytest.MonkeyP
 
 def test_unreadable_durations_give_no_estimate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = started(monkeypatch, tmp_path, {})
-    test_durations.path("cpu").write_text("[1, 2]")
-    assert test_durations.load("cpu") == {}
+    durations_path("cpu").write_text("[1, 2]")
+    assert load_durations("cpu") == {}
     run.pytest_runtest_logfinish(SHORT)
     assert run.line().startswith("1:00; 1 of 2 tests")
 
@@ -80,7 +80,7 @@ def test_durations_are_saved_for_the_next_run(monkeypatch: pytest.MonkeyPatch, t
     run.pytest_runtest_logfinish(SHORT)
     run.pytest_runtest_logreport(report(LONG))  # its set-up alone: ctrl-C interrupted it
     run.pytest_sessionfinish()
-    assert test_durations.load("cpu") == {LONG: 300.0, SHORT: 2.0}
+    assert load_durations("cpu") == {LONG: 300.0, SHORT: 2.0}
 
 
 def test_seconds_leave_out_the_wait_for_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_seconds_leave_out_the_wait_for_the_machine(monkeypatch: pytest.MonkeyPa
         run.pytest_runtest_logreport(phase)
     run.pytest_runtest_logfinish(LONG)
     run.pytest_sessionfinish()
-    assert test_durations.load("cpu") == {LONG: 2.0 + 2.0 - 1.5}
+    assert load_durations("cpu") == {LONG: 2.0 + 2.0 - 1.5}
 
 
 def test_lane_test_reports_its_wait_for_the_machine(project: Project) -> None:

@@ -9,13 +9,12 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from bumpgate.core.baseline import Baseline, violation
-from bumpgate.core.rows import Verdict
+from bumpgate.core.baseline import Baseline, Reviewed, violation
+from bumpgate.core.rows import Judgement, RowError, Verdict
 from bumpgate.plugin import rows
 from launch import ablation
 from suites.kernels import golden
@@ -33,26 +32,42 @@ from suites.support.reduce import (
 )
 
 BAD = [math.nan, math.inf, -math.inf]
-# Fields of a row that judge a number: the test's own bound, and the reviewed value.
-BOUNDS: list[dict[str, Any]] = [
-    {"at_most": 3.0},
-    {"at_least": 0.0},
-    {"expected": 1.0},
-    {"better": "exact"},
-    {"better": "lower", "tolerance": 0.1},
-    {"better": "higher", "tolerance": 0.1},
-    {"better": "lower", "tolerance": 0.1, "interval": (0.9, 1.1)},
-]
+
+
+def median(value: float, low: float, high: float) -> SimpleNamespace:
+    return SimpleNamespace(median=value, low=low, high=high)
+
+
+# A call of each verb that takes a number.
+VERBS: dict[str, Callable[[rows.RowRecorder, str, float], Judgement]] = {
+    "at_most": lambda row, id, value: row.bound(id, value, "ratio", at_most=3.0, seen=1, rule="C1"),
+    "at_least": lambda row, id, value: row.bound(id, value, "ratio", at_least=-3.0, seen=1, rule="C1"),
+    "expected": lambda row, id, value: row.bound(id, value, "ratio", expected=value, seen=1, rule="C1"),
+    "count": lambda row, id, value: row.count(id, value, seen=1, rule="C1"),
+    "exact": lambda row, id, value: row.exact(id, value, "ratio", seen=1, rule="C1"),
+    "lower": lambda row, id, value: row.cost(id, value, "s", tolerance=0.1, seen=1, rule="C1"),
+    "higher": lambda row, id, value: row.cost(id, value, "s", better="higher", seen=1, rule="C1"),
+    "timed": lambda row, id, value: row.timed(id, median(value, 0.9, 1.1), "s", seen=1, rule="C1"),
+    "interval": lambda row, id, value: row.timed(id, median(1.0, value, value), "s", seen=1, rule="C1"),
+}
 
 
 @pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize("bound", BOUNDS, ids=lambda bound: "-".join(bound))
-def test_row_with_a_non_finite_value_is_a_regression(bound: dict[str, Any], value: float) -> None:
-    item = SimpleNamespace(stash={}, nodeid="t", user_properties=[], path=Path(), location=("", 0, "t"))
-    recorder = rows.RowRecorder(item, Baseline("cpu"), {}, {})
-    judged = recorder("a/b/error_ratio", value, unit="ratio", witness=1, rule="C1", **bound)
-    assert "not a finite number" in violation(judged.row)
-    assert judged.verdict is Verdict.REGRESSION
+@pytest.mark.parametrize("verb", VERBS)
+def test_row_with_a_non_finite_number_is_never_good(verb: str, value: float) -> None:
+    config = SimpleNamespace(stash={}, rootpath=Path())
+    item = SimpleNamespace(
+        config=config, stash={}, nodeid="t", user_properties=[], path=Path(), location=("", 0, "t")
+    )
+    id = "a/b/error_ratio"
+    reviewed = Baseline("cpu", {}, {id: Reviewed(1.0, "s", "lower", 0.1, test="t")})
+    for baseline in (Baseline("cpu"), reviewed):
+        try:
+            judged = VERBS[verb](rows.RowRecorder(item, baseline, {}, {}), id, value)
+        except RowError:
+            continue  # refused before it is judged
+        assert judged.verdict in (Verdict.REGRESSION, Verdict.INCONCLUSIVE)
+        assert verb == "interval" or "not a finite number" in violation(judged.row)
 
 
 @pytest.mark.parametrize("reduce", [largest, smallest])

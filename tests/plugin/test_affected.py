@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate import affected
+from bumpgate.plugin import affected
 from tests.support.foreign import Foreign
 from tests.support.project import GOOD, REPO, Project, counted
 
