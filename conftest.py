@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.plugin import named_lanes, scheduling
+from bumpgate.plugin import lanes_of, named_lanes, scheduling
 from suites.support.environment import prepare_environment
 
 
@@ -18,7 +18,9 @@ def pytest_configure(config: pytest.Config) -> None:
             "bumpgate.plugin is not loaded: leave out -p no:bumpgate.plugin and -o addopts"
         )
     lane = next(iter(named_lanes(config)), None)
-    prepare_environment(lane, bool(config.getoption("numprocesses", None)))
+    prepare_environment(
+        lanes_of(config)[lane] if lane else None, bool(config.getoption("numprocesses", None))
+    )
     if not lane:  # a lane run has it
         config.pluginmanager.register(scheduling, "scheduling")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from bumpgate.plugin import lane_of
+from bumpgate.plugin import lane_of, lanes_of
 from bumpgate.plugin.rows import MACHINE_STATE, baseline_path, lane_baseline
 from bumpgate.plugin.scheduling import alone, turn
 from bumpgate.process.gpu_shares import untimed
@@ -46,22 +46,23 @@ def restored_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def exclusive_machine(request: pytest.FixtureRequest, exclusive_machine: None) -> Iterator[None]:
-    """The plugin's fixture; on an H200, additionally, no other process may use the GPU.
+    """The plugin's fixture; on a lane of one GPU, additionally, no other process may use the GPU.
 
     There each timed row carries the GPU's state, and is INFRA if that state invalidates times.
     """
-    if lane_of(request.node) != "h200" or untimed():
+    lane = lanes_of(request.config).get(lane_of(request.node) or "")
+    if lane is None or lane.device != "cuda" or lane.count > 1 or untimed():
         yield
         return
     from suites.support.gpu_state import alone_on_gpu
 
     with alone_on_gpu() as state:
-        request.node.stash[MACHINE_STATE] = lambda: [state(), *_anchors(request.config)]
+        request.node.stash[MACHINE_STATE] = lambda: [state(), *_anchors(request.config, lane.name)]
         yield
 
 
-def _anchors(config: pytest.Config) -> list[str]:
+def _anchors(config: pytest.Config, lane: str) -> list[str]:
     """Return this run's ceilings next to the reviewed ones, if a test of this process has measured any."""
     gpu_timing = sys.modules.get("suites.support.gpu_timing")
-    reviewed = lane_baseline(baseline_path(config, "h200"), "h200").rows
+    reviewed = lane_baseline(baseline_path(config, lane), lane).rows
     return gpu_timing.compare_with_reviewed(reviewed) if gpu_timing else []

@@ -27,8 +27,9 @@ from bumpgate.core.baseline import find_root, tier
 from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.env.build import Environment, build
 from bumpgate.env.cached import Disk
+from bumpgate.env.lane import lane_request
 from bumpgate.env.mirror import copies
-from bumpgate.env.request import RUNNING, Request, lane_request
+from bumpgate.env.request import RUNNING, Request
 from bumpgate.env.uv import public_url
 from bumpgate.env.versions import versions
 from bumpgate.process.child import require_syntax

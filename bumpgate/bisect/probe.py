@@ -28,8 +28,8 @@ from bumpgate.core.baseline import investigate
 from bumpgate.core.errors import BumpgateError, one_line, text_lines
 from bumpgate.core.findings import PRODUCT, Decision, Finding
 from bumpgate.core.rows import ROW_ID, Judgement, ProblemKind, Record, Row, Verdict, read_record, write_atomic
-from bumpgate.env import reference
 from bumpgate.env.build import BuildError, Environment, NotInstallable, release
+from bumpgate.env.packages import lock_variables
 from bumpgate.env.request import Request
 from bumpgate.gate.between import ValueChange, change
 from bumpgate.gate.verdict import Side, judge_gate
@@ -385,7 +385,7 @@ class SuiteTest:
                 self.selection,
                 place / RECORD,
                 environment={
-                    **reference.variables(environment.lock),
+                    **lock_variables(environment.lock),
                     **self.variables(environment),
                     **caches,
                 },

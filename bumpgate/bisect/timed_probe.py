@@ -33,9 +33,9 @@ from bumpgate.core.errors import one_line
 from bumpgate.core.findings import Finding
 from bumpgate.core.findings import TimedOutcome as Timed
 from bumpgate.core.rows import Record, write_atomic
-from bumpgate.env import reference
 from bumpgate.env.build import Environment
 from bumpgate.env.compiled import COPIES
+from bumpgate.env.packages import lock_variables
 from bumpgate.gate.duet import run_duet, shares
 from bumpgate.gate.plan import SessionPlan, SessionRule, plan_for
 from bumpgate.gate.sequential import decide, estimate, summarise
@@ -230,7 +230,7 @@ class _Pair:
             [*self.test.options, "-n", "0", *tests],
             self.place / f"timed-{side}.json",
             environment={
-                **reference.variables(environment.lock),
+                **lock_variables(environment.lock),
                 **self.test.variables(environment),
                 **caches,
                 **env_vars,

@@ -15,6 +15,7 @@ from typing import Any
 
 from bumpgate.core import kernel_code
 from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.lanes import is_root
 from bumpgate.core.rows import (
     BETTER,
     ROW_ID,
@@ -101,7 +102,7 @@ class Baseline:
 def find_root(start: Path) -> Path:
     """Return the root of the repository that contains `start`. Raises BaselineError outside of one."""
     for directory in (start, *start.parents):
-        if (directory / "pyproject.toml").is_file() or (directory / "bumpgate.toml").is_file():
+        if is_root(directory):
             return directory
     raise BaselineError("no pyproject.toml or bumpgate.toml here or above: run inside the repository")
 

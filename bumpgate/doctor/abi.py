@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from bumpgate.core.errors import BumpgateError
 from bumpgate.env.inventory import Distribution, Inventory
-from bumpgate.env.manifest import Smoke, label_of, same_minor
+from bumpgate.env.packages import Smoke, label_of, same_minor
 from bumpgate.process.child import ChildFault, Interpreter, side_by_side
 
 TOOLS = ("nm", "c++filt", "readelf")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bumpgate.doctor.findings import Check, Defect, NotRun, Part, Site
-from bumpgate.env.manifest import satisfies
+from bumpgate.env.packages import satisfies
 from bumpgate.process.child import ChildFault, run
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, a limit on file sizes

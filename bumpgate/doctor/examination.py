@@ -18,7 +18,7 @@ from bumpgate.doctor import environment as doctor_environment
 from bumpgate.doctor import torch_checks as doctor_torch
 from bumpgate.doctor import version_checks as doctor_versions
 from bumpgate.doctor.findings import Check, CheckResult, Part, Site, Status
-from bumpgate.env import manifest
+from bumpgate.env.lane import LaneContext, smoke_tests
 from bumpgate.process.child import Interpreter
 
 CHECKS = (*doctor_environment.CHECKS, *doctor_versions.CHECKS, *doctor_torch.CHECKS)
@@ -47,16 +47,15 @@ def make_site(
 ) -> Site:
     """Create the site to examine. own_lock: as in Site.
 
-    Raises BumpgateError (one line) on a missing interpreter, or an unreadable contract or manifest.
+    Raises BumpgateError (one line) on a missing interpreter, or an unreadable contract, lane or lock.
     """
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise BumpgateError(f"--python {python}: no such interpreter")
     # Do not resolve: the python of a virtual environment is a link, and finds its packages relative to the link.
     python = python if python.is_absolute() else Path.cwd() / python
     contract = read_contract(root / "launch/contract.toml")
-    rows = manifest.load(root / "wheels" / "manifest.toml")
-    rows.adopted(lane)
-    return Site(lane, Interpreter(python, root, environment), contract, rows, own_lock)
+    adopted = LaneContext(root, lane).adopted
+    return Site(lane, Interpreter(python, root, environment), contract, adopted, smoke_tests(root), own_lock)
 
 
 def read_contract(path: Path) -> dict[str, Any]:

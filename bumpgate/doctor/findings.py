@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.env.inventory import Inventory, take
-from bumpgate.env.manifest import Manifest, ManifestRow
-from bumpgate.env.reference import Reference, of_lane, reference
+from bumpgate.env.packages import PackageSet, Reference, Smoke, of_lane, reference
 from bumpgate.process.child import Interpreter
 
 
@@ -61,6 +60,9 @@ class CheckResult:
 class Site:
     """Subject of an examination: an interpreter, started as the suites start it, for one lane of one source tree.
 
+    adopted: the set of the lane.
+    smoke: name -> smoke test of each kernel wheel that some lane declares.
+
     own_lock: compare what is installed with the environment's own lock, named by the interpreter's variables, where
     there is one; by default always with the adopted row of the lane.
     """
@@ -68,7 +70,8 @@ class Site:
     lane: str
     interpreter: Interpreter
     contract: Mapping[str, Any]
-    manifest: Manifest
+    adopted: PackageSet
+    smoke: Mapping[str, Smoke]
     own_lock: bool = False
 
     @property
@@ -82,11 +85,11 @@ class Site:
     @cached_property
     def reference(self) -> Reference:
         """Expected packages."""
-        adopted = self.manifest.adopted(self.lane)
-        return reference(adopted, self.inventory, self.env_vars) if self.own_lock else of_lane(adopted)
+        own = self.own_lock
+        return reference(self.adopted, self.inventory, self.env_vars) if own else of_lane(self.adopted)
 
     @property
-    def row(self) -> ManifestRow:
+    def row(self) -> PackageSet:
         return self.reference.row
 
     @cached_property

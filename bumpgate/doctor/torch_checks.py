@@ -123,7 +123,7 @@ def device(site: Site) -> Found:
 
 def kernel_wheels_run(site: Site) -> Found:
     """BG402: each installed kernel wheel computes what its reference does, on shapes of the model."""
-    installed = {n: s for n, s in site.manifest.smoke.items() if site.inventory.installed(n)}
+    installed = {n: s for n, s in site.smoke.items() if site.inventory.installed(n)}
     reachable = {"cpu", lanes.require(site.root, site.lane).device}
     for name, smoke in installed.items():
         if smoke.device not in reachable:

@@ -20,8 +20,9 @@ from bumpgate.doctor import abi
 from bumpgate.doctor.findings import Check, Defect, NotRun, Part, Site
 from bumpgate.env import store
 from bumpgate.env.inventory import Inventory
-from bumpgate.env.locks import lane_lock, read_lock
-from bumpgate.env.manifest import Mismatch, mismatches, release
+from bumpgate.env.lane import lane_lock
+from bumpgate.env.locks import read_lock
+from bumpgate.env.packages import Mismatch, mismatches, release
 from bumpgate.process.child import ChildFault, run
 
 DRIVER_SECONDS = 60
@@ -133,7 +134,7 @@ def kernel_wheels(site: Site) -> Found:
     Of the kernel wheels, and of everything else that is linked against torch.
     """
     found = site.inventory
-    names = {canonicalize_name(n) for n in (*site.manifest.smoke, *(w.name for w in site.row.wheels))}
+    names = {canonicalize_name(n) for n in (*site.smoke, *(w.name for w in site.row.wheels))}
     wheels = [w for name in sorted(names) if (w := found.installed(name))]
     if tool := abi.missing_tool():
         if wheels:

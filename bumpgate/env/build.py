@@ -24,7 +24,8 @@ from bumpgate.core.errors import one_line
 from bumpgate.core.rows import write_atomic
 from bumpgate.env.cached import NOTE, Say, lock_file
 from bumpgate.env.installation import RESOLUTION, BuildError, Installation, NotInstallable
-from bumpgate.env.request import SCHEMA, Request, check_request, lane_request, request_key, without_url
+from bumpgate.env.lane import lane_request
+from bumpgate.env.request import SCHEMA, Request, check_request, request_key, without_url
 from bumpgate.process.home import home
 
 __all__ = [

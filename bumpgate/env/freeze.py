@@ -1,7 +1,7 @@
 """`bumpgate freeze`: records the adopted set of a lane, so that it can be restored bitwise.
 
-wheels/pylock.<lane>.toml names each wheel by file name and sha256, the wheel store takes the files, and the lane's row
-in wheels/manifest.toml is updated. Nothing is written before every wheel is in the store.
+lanes/<lane>/pylock.toml names each wheel by file name and sha256, the wheel store takes the files, and the exact pins
+of the lane's requirements follow the lock. Nothing is written before every wheel is in the store.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag
 from packaging.utils import canonicalize_name, parse_wheel_filename
@@ -25,11 +26,14 @@ from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.rows import write_atomic
 from bumpgate.env import store
 from bumpgate.env.build import resolve
-from bumpgate.env.locks import Lock, Locked, LockError, Wheel, lane_lock, parse_lock, read_lock, write_lock
-from bumpgate.env.manifest import ManifestRow, load, satisfies
-from bumpgate.env.request import lane_request
+from bumpgate.env.lane import LaneContext
+from bumpgate.env.locks import Lock, Locked, LockError, Wheel, parse_lock, write_lock
+from bumpgate.env.packages import satisfies
 from bumpgate.env.uv import http_options, local_path, public_url
 from bumpgate.env.versions import tag_ranks
+
+# A requirement that names one version, as it starts a line.
+PIN = re.compile(r"(?P<name>[\w.-]+)\s*(\[[^]]*\])?\s*==\s*(?P<version>[\w.!+-]+)(?![\w.*!+-])")
 
 
 def command(
@@ -43,52 +47,47 @@ def command(
         list[str] | None, typer.Option(help="A folder or page of wheels; repeatable.")
     ] = None,
 ) -> None:
-    """Write the lock of a lane, its wheels into the wheel store, and its manifest row.
+    """Write the lock of a lane, its wheels into the wheel store, and the exact pins of its requirements.
 
-    Versions of the old lock stay where the requirements allow them. The diff of wheels/ is what a human reviews.
+    Versions of the old lock stay where the requirements allow them. The diff is what a human reviews.
 
     Exit codes: 0 done, 4 bad input or a set that cannot be installed, 125 the index or the machine failed.
     """
     root = find_root(Path.cwd())
-    known = declared.load(root)
-    lanes = [lane] if lane else [name for name in known if lane_lock(root, name).exists()]
+    every = [LaneContext(root, name) for name in ([lane] if lane else declared.load(root))]
+    lanes = every if lane else [each for each in every if each.lock_path.exists()]
     if not lanes:
-        raise BumpgateError(
-            f"no lane has a lock; name one: bumpgate freeze --lane {next(iter(known), 'LANE')}"
-        )
-    if lane:
-        declared.choose(known, lane)
-    for name in lanes:
-        old = read_lock(lane_lock(root, name)).versions if lane_lock(root, name).exists() else {}
-        lock = freeze(root, name, candidate, upgrade=upgrade, index=index, find_links=tuple(find_links or ()))
+        name = every[0].name if every else "LANE"
+        raise BumpgateError(f"no lane has a lock; name one: bumpgate freeze --lane {name}")
+    for each in lanes:
+        old = each.lock.versions if each.lock else {}
+        lock = freeze(each, candidate, upgrade=upgrade, index=index, find_links=tuple(find_links or ()))
         for line in changes(old, lock.versions):
             typer.echo(f"  {line}")
-        typer.echo(
-            f"froze {len(lock.packages)} packages in wheels/{lane_lock(root, name).name}; review: git diff wheels"
-        )
+        typer.echo(f"froze {len(lock.packages)} packages in {each.declared.lock}; review: git diff")
 
 
 def freeze(
-    root: Path,
-    lane: str,
+    lane: LaneContext,
     candidate: str = "",
     *,
     upgrade: bool = False,
     index: str | None = None,
     find_links: tuple[str, ...] = (),
 ) -> Lock:
-    """Resolve a lane, fill the wheel store and write lock and manifest row. Raises BumpgateError, OSError."""
-    path = lane_lock(root, lane)
-    request = lane_request(root, lane, candidate or None, locked=False, index=index, find_links=find_links)
+    """Resolve a lane, fill the wheel store, and write its lock and the pins of its requirements.
+
+    Raises BumpgateError, OSError.
+    """
+    path = lane.lock_path
+    request = lane.request(candidate or None, locked=False, index=index, find_links=find_links)
     if upgrade:
         request = request.without_preferences()
     lock, sources = lock_of(path.name, resolve(request), request.python)
     fill_store(lock, sources)
-    path.parent.mkdir(exist_ok=True)
     write_lock(path, lock)
-    manifest = root / "wheels" / "manifest.toml"
-    if row := moved_row(manifest, lane, lock):
-        write_atomic(manifest, row)
+    for file, text in pinned_requirements(lane, lock).items():
+        write_atomic(file, text)
     return lock
 
 
@@ -117,20 +116,19 @@ def fetch(wheel: Wheel, place: str, say: Callable[[str], None] = lambda line: No
     return store.put(wheel, blocks(place))
 
 
-def store_adopted(root: Path, lane: str, say: Callable[[str], None] = lambda line: None) -> list[str]:
+def store_adopted(lane: LaneContext, say: Callable[[str], None] = lambda line: None) -> list[str]:
     """Put the wheels of a lane's lock into the wheel store. Returns the files that cannot be found any more.
 
     The lock names no URL, so its requirements are resolved again, with its versions preferred. Raises OSError, and
     BumpgateError if a wheel that was found cannot be fetched.
     """
-    path = lane_lock(root, lane)
-    wheels = {wheel for package in read_lock(path).packages for wheel in package.wheels}
+    wheels = {wheel for package in lane.lock.packages for wheel in package.wheels} if lane.lock else set()
     missing = sorted((wheel for wheel in wheels if store.find(wheel) is None), key=lambda wheel: wheel.file)
     if not missing:
         return []
-    request = lane_request(root, lane, None, locked=False)
+    request = lane.request(locked=False)
     try:
-        _, sources = pinned(path.name, resolve(request), request.python)
+        _, sources = pinned(lane.lock_path.name, resolve(request), request.python)
     except BumpgateError:  # the index has another set than the lock by now
         sources = {}
     for wheel in missing:
@@ -183,34 +181,47 @@ def blocks(place: str) -> Iterator[bytes]:
         raise BumpgateError(f"{public_url(place)} cannot be fetched: {one_line(error, 120)}") from None
 
 
-def moved_row(path: Path, lane: str, lock: Lock) -> str | None:
-    """Return manifest.toml with the lane's adopted row updated to the frozen set, or None if nothing changes.
+def pinned_requirements(lane: LaneContext, lock: Lock) -> dict[Path, str]:
+    """Return path -> text of the file with the lane's requirements, its exact pins as in the lock; empty if it stays.
 
-    Only the pins that the set violates are changed; comments stay.
+    Those are the extra in pyproject.toml, with the extras that it includes, or the requirements file. Comments and
+    order are kept, and packages that the lock does not have.
     """
+    path = lane.root / (lane.declared.requirements or declared.PROJECT)
     if not path.exists():
-        return None
-    row = next((r for r in load(path).environments if (r.status, r.lane) == ("adopted", lane)), None)
-    broken = _broken(row, lock.versions) if row else {}
-    if row is None or not broken:
-        return None
+        return {}
+    text = path.read_text(encoding="utf-8")
+    if lane.declared.requirements:
+        new = "".join(_pinned(line, lock.versions) for line in text.splitlines(keepends=True))
+    else:
+        new = _pinned_project(text, lane.declared.extra or lane.name, lock.versions)
+    return {path: new} if new != text else {}
+
+
+def _pinned(text: str, versions: Mapping[str, str]) -> str:
+    """Return a requirement, or a line of a requirements file, with its exact pin moved to the locked version."""
+    found = PIN.match(text)
+    version = versions.get(canonicalize_name(found["name"])) if found else None
+    if found is None or version is None or keeps(version, SpecifierSet(f"=={found['version']}")):
+        return text
+    start, end = found.span("version")
+    return f"{text[:start]}{Version(version).public}{text[end:]}"
+
+
+def _pinned_project(text: str, extra: str, versions: Mapping[str, str]) -> str:
     import tomlkit
 
-    document = tomlkit.parse(path.read_text(encoding="utf-8"))
-    table = document["environment"][row.name]
-    for name, version in broken.items():
-        if name == "torch":
-            table["torch"] = f"=={version}"
-        else:
-            table["packages"][name] = f"=={version}"
-    return tomlkit.dumps(document)
-
-
-def _broken(row: ManifestRow, versions: Mapping[str, str]) -> dict[str, str]:
-    """Return the pins of a row that the set violates: name in the row -> version that replaces it."""
-    pins = {"torch": row.torch, **row.packages}
-    have = {name: versions.get(canonicalize_name(name), "") for name in pins}
-    return {name: have[name] for name, pin in pins.items() if have[name] and not keeps(have[name], pin)}
+    document = tomlkit.parse(text)
+    project: Any = document.get("project", {})
+    extras: Any = project.get("optional-dependencies", {})
+    waiting, changed = [extra], False
+    for name in waiting:
+        for index, old in enumerate(map(str, extras.get(name, ()))):
+            if (own := Requirement(old)).name == project.get("name"):
+                waiting += [inner for inner in sorted(own.extras) if inner not in waiting]
+            elif (new := _pinned(old, versions)) != old:
+                extras[name][index], changed = new, True
+    return tomlkit.dumps(document) if changed else text
 
 
 def keeps(version: str, pin: SpecifierSet) -> bool:

@@ -9,13 +9,12 @@ from typing import Annotated
 
 import typer
 
-from bumpgate.core import lanes
 from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.rows import write_atomic
 from bumpgate.env import store
-from bumpgate.env.locks import Lock, lane_lock, read_lock
-from bumpgate.env.request import lane_script
+from bumpgate.env.lane import LaneContext
+from bumpgate.env.locks import Lock, read_lock
 from bumpgate.env.store import sha256_of
 
 BASE = re.compile(r"[\w][\w.:/-]*@sha256:[0-9a-f]{64}")
@@ -37,15 +36,15 @@ def command(
     Exit codes: 0 done, 4 bad input.
     """
     root = find_root(Path.cwd())
-    lanes.require(root, lane)
+    context = LaneContext(root, lane)
     if not BASE.fullmatch(base):
         raise BumpgateError(
             f"invalid base image {base!r} (expected NAME@sha256: and 64 digits); print the digest of an image with:"
             f" docker buildx imagetools inspect {shlex.quote(base.partition('@')[0] or 'NAME')}"
         )
-    path = lock or lane_lock(root, lane)
+    path = lock or context.lock_path
     found = read_lock(path)
-    script = lane_script(root, lane)
+    script = context.script
     place = out or Path(f"Containerfile.{lane}")
     write_atomic(place, containerfile(lane, base, path, found, script.relative_to(root) if script else None))
     wheels = [wheel for package in found.packages for wheel in package.wheels]

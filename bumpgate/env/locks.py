@@ -1,4 +1,4 @@
-"""PEP 751 lock files of a lane, `wheels/pylock.<lane>.toml`: read, checked, and written in a form that names no host.
+"""PEP 751 lock files of a lane, `lanes/<lane>/pylock.toml`: read, checked, and written in a form that names no host.
 
 Each wheel carries its file name, its sha256 and a path below `store/`; no URL and no index. An installer finds the
 file in the wheel store or through the index settings of its own host, and the hash verifies it.
@@ -17,6 +17,7 @@ from urllib.parse import unquote
 from packaging.utils import canonicalize_name
 
 from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.lanes import FOLDER
 from bumpgate.core.rows import write_atomic
 from bumpgate.core.toml import tomllib
 
@@ -63,19 +64,16 @@ class Lock:
         return {p.name: p.version for p in self.packages}
 
 
-def lane_lock(root: Path, lane: str) -> Path:
-    """Return the path of a lane's lock file in a source tree."""
-    return root / "wheels" / f"pylock.{lane}.toml"
-
-
 def read_lock(path: Path) -> Lock:
     """Read a lock. Raises LockError (one line) if the file is missing or invalid, or a wheel has no sha256."""
+    # The file of a lane is called as those of all lanes are.
+    name = "/".join(path.parts[-3:]) if path.parts[-3:-2] == (FOLDER,) else path.name
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not text"
-        raise LockError(f"{path.name}: cannot be read ({why}); bumpgate freeze writes it") from None
-    packages = tuple(package for package, _ in parse_lock(path.name, text))
+        raise LockError(f"{name}: cannot be read ({why}); bumpgate freeze writes it") from None
+    packages = tuple(package for package, _ in parse_lock(name, text))
     raw = tomllib.loads(text)
     python = re.fullmatch(r"==(\d+\.\d+)\.\*", str(raw.get("requires-python", "")))
     return Lock(packages, python[1] if python else "", tuple(map(str, raw.get("environments", ()))))
@@ -154,7 +152,8 @@ def _locked(name: str, entry: Mapping[str, Any]) -> tuple[Locked, dict[Wheel, st
 
 
 def write_lock(path: Path, lock: Lock) -> None:
-    """Write the committed form atomically."""
+    """Write the committed form atomically; the folder is created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, lock_text(lock))
 
 

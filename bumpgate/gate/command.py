@@ -23,11 +23,12 @@ from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import BumpgateError, ExtraMissingError, one_line
 from bumpgate.core.findings import Decision, DriftReading
 from bumpgate.core.gate_file import GateFile
-from bumpgate.env import compiled, reference
-from bumpgate.env.build import BuildError, build, lane_request
+from bumpgate.env import compiled
+from bumpgate.env.build import BuildError, build
 from bumpgate.env.cached import Disk
+from bumpgate.env.lane import lane_request, require_kernel_wheels
 from bumpgate.env.mirror import copies
-from bumpgate.env.request import require_kernel_wheels
+from bumpgate.env.packages import lock_variables
 from bumpgate.env.store import sha256_of
 from bumpgate.gate import drift, metrics, result
 from bumpgate.gate.bench import GateRunner, other_packages
@@ -334,7 +335,7 @@ def _env_specs(
             _refuse_unprepared(config, python, absent)
             lacking = wheels.variables({each: f"{why} (--without)" for each, why in absent.items()})
             key = compiled.HANDED_IN + hashlib.sha256(python.encode()).hexdigest()[:16]
-            own = {**reference.variables(None), **lacking, **compiled.bytecode(key, name, new=new)}
+            own = {**lock_variables(None), **lacking, **compiled.bytecode(key, name, new=new)}
             first, *more = ({**c, **own} for c in compiled.copies(key, name))
             specs[name] = EnvSpec(
                 Path(python),
@@ -349,7 +350,7 @@ def _env_specs(
                 made = build(requests[name], say=view.say)
                 fitted = wheels.fit(root, config.lane, requests[name], made, sources["find_links"], view.say)
             made = fitted.environment
-            own = {**reference.variables(made.lock), **wheels.variables(fitted.absent)}
+            own = {**lock_variables(made.lock), **wheels.variables(fitted.absent)}
             first, *more = ({**c, **own} for c in compiled.copies(made.key, name))
             specs[name] = EnvSpec(
                 made.python,

@@ -162,7 +162,8 @@ class _LaneRun:
         declared = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
         for lane in lanes_of(config).values():
             if lane.name not in declared:
-                config.addinivalue_line("markers", f"{lane.name}: a lane of bumpgate ({lane.device})")
+                described = lane.description or f"a lane of bumpgate ({lane.device})"
+                config.addinivalue_line("markers", f"{lane.name}: {described}")
         name = chosen_lane(config)
         if config.option.fast and not name:
             raise pytest.UsageError(f"--fast is a part of a lane: add -m {' | '.join(lanes_of(config))}")

@@ -28,8 +28,8 @@ TPU = (
     "print(json.dumps([xla_device_kind() if r.device_type() == 'TPU' else f'pjrt-{r.device_type().lower()}']))"
 )
 INSTALL_XLA = (
-    "torch_xla (run `tox -e v6e`, or: uv pip install --override xla/overrides.txt -e '.[v6e]' && "
-    "python xla/make_cuda_stubs.py)"
+    "torch_xla (run `tox -e v6e`, or: uv pip install --override lanes/v6e/overrides.txt -e '.[v6e]' && "
+    "python lanes/v6e/make_cuda_stubs.py)"
 )
 
 

@@ -20,7 +20,8 @@ from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision
 from bumpgate.core.gate_file import GateFile
 from bumpgate.env.freeze import changes, fill_store, store_adopted
-from bumpgate.env.locks import lane_lock, lock_text, read_lock
+from bumpgate.env.lane import LaneContext, lane_lock
+from bumpgate.env.locks import lock_text, read_lock
 from bumpgate.history import adoptions
 from bumpgate.history.adoptions import Adoption, ReviewedFinding
 from bumpgate.process.file_transaction import (
@@ -38,11 +39,11 @@ from bumpgate.process.home import home
 from bumpgate.process.tree_digest import Binding, bind
 from bumpgate.review.candidate_rows import moved_baseline
 from bumpgate.review.kernel_wheels import (
-    check_manifest,
+    check_declaration,
     check_without,
     given_up_rows,
     lost_rows,
-    moved_manifest,
+    moved_declaration,
     taken_back,
 )
 from bumpgate.review.measured_set import (
@@ -97,7 +98,7 @@ def command(
         bool, typer.Option("--store/--no-store", help="Put the wheels into the wheel store, for rollback.")
     ] = True,
 ) -> None:
-    """Make the candidate of a gate the adopted set of its lane: lock, manifest row, requirements, baseline and history.
+    """Make the candidate of a gate the adopted set of its lane: lock, wheels, requirements, baseline and history.
 
     The gate must be ADOPT, or --reviewed or --review must name every finding that holds it, and every time that is
     undecided after 16 sessions, with a reason. The work tree must be the one that was gated. If the candidate was an
@@ -118,7 +119,7 @@ def command(
         found, binding = _gate(gate, root, named)
         findings = review_of(found, reviewed or [], reason or [], review)
         given_up = tuple(sorted({str(canonicalize_name(name)) for name in without or ()}))
-        check_without(root, found.lane, canonical(found.candidate.packages), given_up)
+        check_without(LaneContext(root, found.lane), canonical(found.candidate.packages), given_up)
         measured = measured_set(root, gate, found, named)
         made = _adopting(root, gate, found, binding, findings, measured, given_up)
         if dry_run:
@@ -147,7 +148,7 @@ def _fill_store(root: Path, lane: str, made: Adopting) -> None:
         typer.echo(line, err=True)
 
     fill_store(made.measured.lock, made.measured.sources, say)
-    lost = store_adopted(root, lane, say) if lane_lock(root, lane).exists() else []
+    lost = store_adopted(LaneContext(root, lane), say)
     if lost:
         say(
             f"neither the wheel store nor the index has {', '.join(lost)}: rollback cannot restore the earlier set"
@@ -224,18 +225,19 @@ def _adopting(
     assert record is not None
     lock = measured.lock
     lane, locked = gate.lane, lane_lock(root, gate.lane)
-    manifest, reviewed_rows = root / "wheels/manifest.toml", root / f"baselines/{lane}.json"
+    context = LaneContext(root, lane)
+    reviewed_rows = context.baseline_path
     torch = str(record.provenance.get("torch") or lock.versions.get("torch", ""))
-    row = moved_manifest(root, lane, lock, torch, without)
-    check_manifest(manifest, row)
+    declaration, row = moved_declaration(context, lock, torch, without)
+    check_declaration(context, row, lock)
     old = load(reviewed_rows, lane, missing_ok=True)
     lost = lost_rows(gate, old)
     given_up = given_up_rows(lost, without)
     new, moved_rows, left = moved_baseline(gate, old, {r.row for r in findings}, given_up)
     after = {
         locked: lock_text(lock),
-        manifest: row,
-        **moved_requirements(root, lane, lock, without, taken_back(root, lane, lock)),
+        declaration: row,
+        **moved_requirements(root, lane, lock, without, taken_back(context, lock)),
         reviewed_rows: file_text(new),
     }
     edits = [

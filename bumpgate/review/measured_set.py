@@ -27,9 +27,10 @@ from bumpgate.core.rows import Record
 from bumpgate.env.build import resolve
 from bumpgate.env.freeze import changes, fetch, lock_of
 from bumpgate.env.inventory import content_of, version_of
+from bumpgate.env.lane import known_kernel_wheels, lane_request
 from bumpgate.env.links import Offer, offers
 from bumpgate.env.locks import Lock, Wheel
-from bumpgate.env.request import Request, known_kernel_wheels, lane_request
+from bumpgate.env.request import Request
 from bumpgate.env.store import sha256_of, store_root
 from bumpgate.process.file_transaction import AdoptionError, read
 from bumpgate.wheels.store import kernel_store

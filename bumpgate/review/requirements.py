@@ -16,8 +16,9 @@ from packaging.version import Version
 
 from bumpgate.core import lanes
 from bumpgate.env.freeze import keeps
-from bumpgate.env.locks import Lock, lane_lock, read_lock
-from bumpgate.env.manifest import satisfies
+from bumpgate.env.lane import lane_lock
+from bumpgate.env.locks import Lock, read_lock
+from bumpgate.env.packages import satisfies
 from bumpgate.env.request import RUNNING
 from bumpgate.process.file_transaction import AdoptionError, read
 

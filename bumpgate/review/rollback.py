@@ -15,8 +15,9 @@ from bumpgate.core.errors import BumpgateError, RefusedError
 from bumpgate.env import store
 from bumpgate.env.build import Environment, build, release
 from bumpgate.env.cached import discard
-from bumpgate.env.locks import Lock, lane_lock, read_lock
-from bumpgate.env.request import RUNNING, Request, lane_script, request_key
+from bumpgate.env.lane import lane_lock, lane_script
+from bumpgate.env.locks import Lock, read_lock
+from bumpgate.env.request import RUNNING, Request, request_key
 from bumpgate.env.store import StoreError
 from bumpgate.history import adoptions
 from bumpgate.process.file_transaction import ADOPTION, Operation, recover

@@ -29,7 +29,7 @@ from bumpgate.core.errors import one_line
 from bumpgate.doctor import abi
 from bumpgate.doctor.abi import Fault
 from bumpgate.env.inventory import Distribution, Inventory
-from bumpgate.env.manifest import Smoke, label_of, same_minor
+from bumpgate.env.packages import Smoke, label_of, same_minor
 from bumpgate.env.store import sha256_of
 from bumpgate.env.versions import tag_ranks
 from bumpgate.process.child import ChildFault, Interpreter

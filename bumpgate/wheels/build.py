@@ -57,7 +57,7 @@ while given:
         kept.append(word)
 os.execv({compiler!r}, [{compiler!r}, *kept])
 """
-# Python before 3.10.12 and 3.11.4 has no filter against paths outside: there the digest in the manifest is the check.
+# Python before 3.10.12 and 3.11.4 has no filter against paths outside: there the digest of the lane is the check.
 UNPACKING: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 TAIL_LINES = 3
 PATCH_SECONDS = 60.0
@@ -86,9 +86,7 @@ def build_wheel(
     """
     interpreter = target.interpreter
     if build.sdist and SHA256.fullmatch(build.sdist) and (found := sha256_of(sdist)) != build.sdist:
-        raise WheelBuildError(
-            f"{sdist.name}: sha256 {found[:12]}..., wheels/manifest.toml has {build.sdist[:12]}..."
-        )
+        raise WheelBuildError(f"{sdist.name}: sha256 {found[:12]}..., the lane has {build.sdist[:12]}...")
     place = home() / "building" / f"{build.package}-{build.key}"
     place.mkdir(parents=True, exist_ok=True)
     log = place.with_suffix(".log")

@@ -8,15 +8,16 @@ from typing import Annotated
 import typer
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from bumpgate.core import lanes
 from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import BumpgateError
-from bumpgate.env.build import build, lane_request
+from bumpgate.env.build import build
+from bumpgate.env.lane import LaneContext, smoke_tests
+from bumpgate.env.packages import history
 from bumpgate.env.store import sha256_of
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target
 from bumpgate.wheels.build import Limits, WheelBuildError, build_wheel, download_sdist
-from bumpgate.wheels.plan import WheelFile, audited, build_of, make_target, patch_of, plan, read_manifest
+from bumpgate.wheels.plan import WheelFile, audited, build_of, make_target, plan
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 
@@ -26,20 +27,17 @@ Python = Annotated[str, typer.Option(help="Instead of --torch: this interpreter 
 FindLinks = Annotated[list[str] | None, typer.Option(help="A folder or page of wheels; repeatable.")]
 
 
-def targets(
-    root: Path, lane: str, torches: list[str], python: str, find_links: list[str] | None
-) -> list[Target]:
-    """Return the target environments. Raises BumpgateError on an unknown lane, or without torch and interpreter."""
-    lanes.require(root, lane)
+def targets(lane: LaneContext, torches: list[str], python: str, find_links: list[str] | None) -> list[Target]:
+    """Return the target environments. Raises BumpgateError without torch and interpreter."""
     if bool(torches) == bool(python):
         raise BumpgateError("name the torch: --torch 2.14.1, or --python PATH")
     if python and not Path(python).is_file():
         raise BumpgateError(f"--python {python}: no such interpreter")
     pythons = [Path(python).absolute()] if python else []
     for torch in torches:
-        request = lane_request(root, lane, f"torch=={torch}", find_links=tuple(find_links or ()))
+        request = lane.request(f"torch=={torch}", find_links=tuple(find_links or ()))
         pythons.append(build(request, say=lambda line: typer.echo(line, err=True)).python)
-    return [make_target(root, lane, each) for each in pythons]
+    return [make_target(lane, each) for each in pythons]
 
 
 def _title(target: Target) -> str:
@@ -58,9 +56,9 @@ def plan_command(
 
     Exit codes: 0 done, 4 bad input, 125 an environment could not be built.
     """
-    root = find_root(Path.cwd())
-    for target in targets(root, lane, torch or [], python, find_links):
-        choices = plan(root, lane, target, find_links or ())
+    context = LaneContext(find_root(Path.cwd()), lane)
+    for target in targets(context, torch or [], python, find_links):
+        choices = plan(context, target, find_links or ())
         typer.echo(f"{_title(target)}: {'no kernel wheels in this lane' if not choices else ''}".rstrip(": "))
         for choice in choices:
             typer.echo(f"  {choice.package} {choice.version}: {choice.action}: {choice.reason}")
@@ -80,17 +78,19 @@ def audit_command(
 
     Exit codes: 0 all of them pass, 1 one is refused, 4 bad input, 125 an environment could not be built.
     """
-    root = find_root(Path.cwd())
+    context = LaneContext(find_root(Path.cwd()), lane)
     absent = [path for path in wheels if not path.is_file()]
     if absent:
         raise BumpgateError(f"{absent[0]}: no such wheel file")
-    (target,) = targets(root, lane, [torch] if torch else [], python, None)
-    manifest = read_manifest(root)
-    known = {w.sha256: w.torch for row in manifest.environments for w in row.known_wheels if w.sha256}
+    (target,) = targets(context, [torch] if torch else [], python, None)
+    sets = (context.packages, *history(context.declared).values())
+    known = {w.sha256: w.torch for each in sets for w in each.known_wheels if w.sha256}
+    smoke = smoke_tests(context.root)
     refused = False
     for path in wheels:
         built_for = known.get(sha256_of(path), "")
-        found = audited(WheelFile(path, built_for=built_for), _package(path), target, manifest)
+        package = _package(path)
+        found = audited(WheelFile(path, built_for=built_for), package, target, smoke.get(package))
         refused = refused or bool(found.faults)
         typer.echo(f"{path.name}: {'refused' if found.faults else 'passes'} on {_title(target)}")
         for line in (*(f"{fault.kind}: {fault.reason}" for fault in found.faults), *found.notes):
@@ -126,9 +126,9 @@ def build_command(
 
     Exit codes: 0 done, 1 a package could not be built, 4 bad input, 125 an environment could not be built.
     """
-    root = find_root(Path.cwd())
-    (target,) = targets(root, lane, [torch] if torch else [], python, None)
-    wheels = {wheel.name: wheel for wheel in read_manifest(root).adopted(lane).known_wheels}
+    context = LaneContext(find_root(Path.cwd()), lane)
+    (target,) = targets(context, [torch] if torch else [], python, None)
+    wheels = {wheel.name: wheel for wheel in context.packages.known_wheels}
     names = package or list(wheels)
     if unknown := [name for name in names if name not in wheels]:
         known = ", ".join(wheels) or "none"
@@ -137,14 +137,14 @@ def build_command(
         raise BumpgateError(f"--sdist {sdist}: name one --package and an existing archive")
     failed = False
     for name in names:
-        spec = build_of(root, wheels[name], target)
+        spec = build_of(context, wheels[name], target)
         if kept := store.find(spec):
             typer.echo(f"{name} {spec.version}: kept: {kept.path}")
             continue
         try:
             source = sdist or download_sdist(spec)
             limits = Limits(jobs, 3600 * hours, memory)
-            made = build_wheel(spec, target, source, limits, patch_of(root, wheels[name]))
+            made = build_wheel(spec, target, source, limits, context.patch(wheels[name]))
             typer.echo(f"{name} {spec.version}: built: {made.path}")
         except WheelBuildError as error:
             typer.echo(f"{error}", err=True)
@@ -165,11 +165,11 @@ def fetch_command(
 
     Exit codes: 0 all were found, 1 the store lacks one, 4 bad input or a hash mismatch, 125 no environment.
     """
-    root = find_root(Path.cwd())
-    (target,) = targets(root, lane, [torch] if torch else [], python, None)
+    context = LaneContext(find_root(Path.cwd()), lane)
+    (target,) = targets(context, [torch] if torch else [], python, None)
     lacking = False
-    for wheel in read_manifest(root).adopted(lane).known_wheels:
-        found = store.fetch(build_of(root, wheel, target), source)
+    for wheel in context.packages.known_wheels:
+        found = store.fetch(build_of(context, wheel, target), source)
         lacking = lacking or found is None
         typer.echo(
             f"{wheel.name} {wheel.version}: {found.path if found else 'not found for ' + _title(target)}"

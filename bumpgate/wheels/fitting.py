@@ -16,8 +16,8 @@ from bumpgate.env import store as wheel_store
 from bumpgate.env.build import BuildError, Environment, NotInstallable, Request, build, release
 from bumpgate.env.cached import Say
 from bumpgate.env.inventory import Inventory, take
+from bumpgate.env.lane import LaneContext, kernel_wheels, known_kernel_wheels
 from bumpgate.env.locks import Wheel
-from bumpgate.env.request import kernel_wheels, known_kernel_wheels
 from bumpgate.env.store import sha256_of
 from bumpgate.process.child import Interpreter
 from bumpgate.process.runner import child_environment
@@ -52,12 +52,13 @@ def fit(
     Refused wheels are left out; a lock already has its wheels. A wheel that the lane has given up is added if it fits,
     and not mentioned otherwise. Raises BuildError, ChildFault, BumpgateError.
     """
-    own = kernel_wheels(root, lane)
+    context = LaneContext(root, lane)
+    own = context.kernel_wheels
     unaudited = not own and abi.missing_tool()
-    if request.lock is not None or not known_kernel_wheels(root, lane) or unaudited:
+    if request.lock is not None or not context.known_kernel_wheels or unaudited:
         return Fitted(environment, request, missing(root, lane, environment.python))
-    target = make_target(root, lane, environment.python)
-    planned = (c for c in plan(root, lane, target, find_links) if c.package not in environment.packages)
+    target = make_target(context, environment.python)
+    planned = (c for c in plan(context, target, find_links) if c.package not in environment.packages)
     choices = [c for c in planned if c.wheel or c.package in own]
     for choice in choices:
         for reason in choice.refused:

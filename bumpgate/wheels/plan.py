@@ -16,9 +16,9 @@ from bumpgate.doctor import abi
 from bumpgate.doctor.version_checks import driver_version
 from bumpgate.env import store as wheel_store
 from bumpgate.env.inventory import take
+from bumpgate.env.lane import LaneContext
 from bumpgate.env.links import Offer, offers
-from bumpgate.env.locks import lane_lock, read_lock
-from bumpgate.env.manifest import KernelWheel, Manifest, load, satisfies
+from bumpgate.env.packages import KernelWheel, Smoke, satisfies
 from bumpgate.env.store import sha256_of
 from bumpgate.process.child import Interpreter
 from bumpgate.process.runner import child_environment
@@ -26,8 +26,6 @@ from bumpgate.wheels import store
 from bumpgate.wheels.audit import Audit, Target, audit
 from bumpgate.wheels.store import Build
 
-# The GPU architecture of a lane, as in sm_90.
-ARCHS = {"h200": 90}
 REUSE, BUILD, ABSENT = "reuse", "build", "absent"
 
 
@@ -52,38 +50,31 @@ class WheelFile:
     built_for: str = ""
 
 
-def make_target(root: Path, lane: str, python: Path) -> Target:
+def make_target(lane: LaneContext, python: Path) -> Target:
     """Return the environment of an interpreter. Raises ChildFault if it gives no result."""
-    interpreter = Interpreter(python, root, child_environment(python, root))
-    devices = ("cpu", "cuda") if driver_version(interpreter.environment, root) else ("cpu",)
-    return Target(interpreter, take(interpreter), ARCHS.get(lane, 0), devices)
+    interpreter = Interpreter(python, lane.root, child_environment(python, lane.root))
+    devices = ("cpu", "cuda") if driver_version(interpreter.environment, lane.root) else ("cpu",)
+    arch = int(lane.declared.capability.replace(".", "") or 0)
+    return Target(interpreter, take(interpreter), arch, devices)
 
 
-def read_manifest(root: Path) -> Manifest:
-    """Read wheels/manifest.toml of a source tree. Raises ManifestError."""
-    return load(root / "wheels" / "manifest.toml")
-
-
-def plan(root: Path, lane: str, target: Target, find_links: Sequence[str] = ()) -> list[Choice]:
-    """Return a choice for each kernel wheel of the lane's adopted row, and for those that it has given up.
+def plan(lane: LaneContext, target: Target, find_links: Sequence[str] = ()) -> list[Choice]:
+    """Return a choice for each kernel wheel of the lane, also for those that it has given up.
 
     Raises BumpgateError (one line) without binutils, and on a place of find_links that cannot be read.
     """
     offered = offers(find_links)
-    manifest = read_manifest(root)
-    wheels = manifest.adopted(lane).known_wheels
+    wheels = lane.packages.known_wheels
     if wheels and (tool := abi.missing_tool()):
         raise BumpgateError(f"{tool} is not on PATH, so no wheel can be audited: apt-get install binutils")
-    return [_choose(root, lane, wheel, target, manifest, offered) for wheel in wheels]
+    return [_choose(lane, wheel, target, offered) for wheel in wheels]
 
 
-def _choose(
-    root: Path, lane: str, wheel: KernelWheel, target: Target, manifest: Manifest, offered: Sequence[Offer]
-) -> Choice:
+def _choose(lane: LaneContext, wheel: KernelWheel, target: Target, offered: Sequence[Offer]) -> Choice:
     refused: dict[str, None] = {}
-    smoke = manifest.smoke.get(wheel.name)
-    for file in _wheel_files(root, lane, wheel, target, offered):
-        found = audited(file, wheel.name, target, manifest)
+    smoke = wheel.smoke
+    for file in _wheel_files(lane, wheel, target, offered):
+        found = audited(file, wheel.name, target, smoke)
         if not found.faults:
             ran = "run over shapes of the model" if smoke and smoke.device in target.devices else ""
             reason = "; ".join([f"{file.path.name} passes its audit", *filter(None, (ran, *found.notes))])
@@ -91,13 +82,13 @@ def _choose(
         refused[found.reason] = None
     if wheel.sdist and target.arch and shutil.which("nvcc"):
         torch = Version(target.found.torch_version).public  # an index may have it without the local label
-        made = f"bumpgate wheels build --lane {lane} --torch {torch} --package {wheel.name}"
+        made = f"bumpgate wheels build --lane {lane.name} --torch {torch} --package {wheel.name}"
         return Choice(wheel.name, wheel.version, BUILD, made, refused=tuple(refused))
     why = next(iter(refused), f"no wheel of {wheel.name} {wheel.version} was found")
     return Choice(wheel.name, wheel.version, ABSENT, why, refused=tuple(refused))
 
 
-def audited(file: WheelFile, package: str, target: Target, manifest: Manifest) -> Audit:
+def audited(file: WheelFile, package: str, target: Target, smoke: Smoke | None) -> Audit:
     """Audit one wheel file; an unreadable one is a fault of the file."""
     try:
         return audit(
@@ -106,23 +97,15 @@ def audited(file: WheelFile, package: str, target: Target, manifest: Manifest) -
             target,
             sha256=file.sha256,
             built_for=file.built_for,
-            smoke=manifest.smoke.get(package),
+            smoke=smoke,
         )
     except (abi.ToolError, OSError) as error:
         return Audit(file.path, (abi.Fault(package, "file", f"{file.path.name}: {error}"),))
 
 
-def patch_of(root: Path, wheel: KernelWheel) -> Path | None:
-    """Return the edit of a wheel's sources. Raises BumpgateError if the file is missing."""
-    path = root / "wheels" / wheel.patch if wheel.patch else None
-    if path and not path.is_file():
-        raise BumpgateError(f"{path}: the patch of {wheel.name} is missing; restore it: git checkout wheels")
-    return path
-
-
-def build_of(root: Path, wheel: KernelWheel, target: Target) -> Build:
+def build_of(lane: LaneContext, wheel: KernelWheel, target: Target) -> Build:
     """Return what a wheel of this package for this target is built from and for."""
-    patch = patch_of(root, wheel)
+    patch = lane.patch(wheel)
     version = target.found.version
     return Build(
         wheel.name,
@@ -138,13 +121,12 @@ def build_of(root: Path, wheel: KernelWheel, target: Target) -> Build:
 
 
 def _wheel_files(
-    root: Path, lane: str, wheel: KernelWheel, target: Target, offered: Sequence[Offer]
+    lane: LaneContext, wheel: KernelWheel, target: Target, offered: Sequence[Offer]
 ) -> Iterator[WheelFile]:
     """Yield the kernel store's wheel for this target, then the adopted one, then those of the folders and pages."""
-    if stored := store.find(build_of(root, wheel, target)):
+    if stored := store.find(build_of(lane, wheel, target)):
         yield WheelFile(stored.path, stored.sha256, target.found.torch_version)
-    lock = lane_lock(root, lane)
-    packages = read_lock(lock).packages if lock.exists() else ()
+    packages = lane.lock.packages if lane.lock else ()
     locked = [p for p in packages if p.name == wheel.name and _is_version(p.version, wheel)]
     adopted = {w.file: w for package in locked for w in package.wheels}
     for each in adopted.values():

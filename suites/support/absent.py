@@ -2,7 +2,7 @@
 
 A kernel wheel is built for one torch version, so a candidate's environment may lack it. Under --gate a missing peer is
 red, unless the gate has found that no wheel fits the candidate and lists it in VARIABLE, or the adopted set of the lane
-has given the wheel up (`without` of its row in wheels/manifest.toml).
+has given the wheel up (`without` of its lane.toml).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 from bumpgate.core.baseline import find_root
-from bumpgate.core.lanes import Lane
-from bumpgate.env.manifest import load
+from bumpgate.core.lanes import Lane, load
 from bumpgate.plugin.rows import RowRecorder
 
 # Set by the gate: JSON mapping of distribution name to the reason why this environment has no such wheel.
@@ -35,11 +34,9 @@ def absent(packages: Iterable[str]) -> list[str]:
 
 def given_up(lane: str) -> dict[str, str]:
     """Return the kernel wheels that the adopted set of a lane has given up, with the reason."""
-    path = find_root(Path.cwd()) / "wheels/manifest.toml"
-    rows = load(path).environments if path.exists() else ()
-    row = next((row for row in rows if (row.status, row.lane) == ("adopted", lane)), None)
-    names = row.without if row else ()
-    return {name: f"lane {lane} has given {name} up (wheels/manifest.toml)" for name in names}
+    declared = load(find_root(Path.cwd())).get(lane)
+    names = map(canonicalize_name, declared.without if declared else ())
+    return {name: f"lane {lane} has given {name} up (lanes/{lane}/lane.toml)" for name in names}
 
 
 def not_run(row: RowRecorder, lane: Lane, rows: Iterable[str], packages: Iterable[str]) -> str:

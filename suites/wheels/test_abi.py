@@ -17,7 +17,7 @@ import pytest
 
 from bumpgate.doctor import abi
 from bumpgate.env.inventory import Distribution, Inventory, take
-from bumpgate.env.manifest import Smoke
+from bumpgate.env.packages import Smoke
 from bumpgate.process.child import ChildFault, Interpreter
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes

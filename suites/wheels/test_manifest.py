@@ -1,4 +1,4 @@
-"""wheels/manifest.toml: its schema, its versions, and its comparison with the installed packages (rule C39)."""
+"""The adopted set of a lane: its kernel wheels, its versions, and its comparison with the installed packages (C39)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,28 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from bumpgate.env import manifest
+from bumpgate.core.errors import BumpgateError
+from bumpgate.core.lanes import require
+from bumpgate.env import packages
 from bumpgate.env.inventory import Distribution, Inventory, take
-from bumpgate.env.manifest import KernelWheel, Label, ManifestError, ManifestRow, label, load, mismatches
-from bumpgate.env.reference import NO_LOCK, VARIABLE, reference
+from bumpgate.env.lane import LaneContext, smoke_tests
+from bumpgate.env.locks import Lock, Locked, LockError, Wheel
+from bumpgate.env.packages import (
+    NO_LOCK,
+    VARIABLE,
+    KernelWheel,
+    Label,
+    PackageSet,
+    label,
+    mismatches,
+    reference,
+)
 from bumpgate.process.child import Interpreter
 from suites.kernels import workloads
 from suites.support.child import ROOT
 from suites.support.lanes import LANES, Lane, lanes
 from suites.support.planted import planted
 
-PATH = ROOT / "wheels" / "manifest.toml"
 NIGHTLY = "2.12.0.dev20260304+cu130"
 
 
@@ -30,7 +41,7 @@ NIGHTLY = "2.12.0.dev20260304+cu130"
 def test_installed_packages_match_the_adopted_set(lane: Lane, row) -> None:
     """Compares with the adopted row in a lane run, with the own lock in a gate, with torch's metadata without one."""
     found = take(Interpreter(Path(sys.executable), ROOT, os.environ))
-    chosen = reference(load(PATH).adopted(lane.name), found, os.environ)
+    chosen = reference(LaneContext(ROOT, lane.name).packages, found, os.environ)
     differences = [
         f"{m.package}: {m.found or 'absent'}, {chosen.source} has {m.expected or 'it'}"
         for m in mismatches(chosen.row, found)
@@ -47,35 +58,33 @@ def test_installed_packages_match_the_adopted_set(lane: Lane, row) -> None:
 
 
 @lanes("cpu")
-def test_every_environment_has_its_manifest_row(lane: Lane) -> None:
-    rows = {row.name: row for row in load(PATH).environments}
-    assert {row.lane for row in rows.values() if row.status == "adopted"} == set(LANES)
-    # Without the cpu lane's: an adoption moves it.
-    assert {str(row.torch) for row in rows.values()} >= {
-        "==2.11.0+cu130",
+def test_every_environment_of_the_stack_is_declared(lane: Lane) -> None:
+    contexts = [LaneContext(ROOT, name) for name in LANES]
+    assert all(context.adopted.torch for context in contexts)
+    past = {name: found for lane in LANES.values() for name, found in packages.history(lane).items()}
+    assert {str(found.torch) for found in past.values()} >= {
         "==2.12.0.dev20260304+cu130",
         "==2.10.0+cu128",
         "==2.10.0+cu130",
         "==2.9.0a0+git21fec65",
         "==2.11.0a0+git7afdbae",
-        "==2.9.1",
     }
-    libtpu = {str(row.packages["libtpu"]) for row in rows.values() if "libtpu" in row.packages}
-    assert libtpu == {"==0.0.36", "==0.0.37.dev20260224", "==0.0.23.1", "==0.0.51"}
-    assert [row.name for row in rows.values() if row.status == "parked"] == ["rocm"]
+    rows = [*past.values(), *(context.packages for context in contexts)]
+    libtpu = {str(row.packages["libtpu"]) for row in rows if "libtpu" in row.packages}
+    assert libtpu >= {"==0.0.36", "==0.0.37.dev20260224", "==0.0.23.1"}
+    assert [name for name, found in past.items() if found.parked] == ["rocm"]
     line = "flash-attn: built against torch 2.10.0, the row has 2.12.0.dev20260304+cu130"
-    lines_by_row = {name: list(manifest.contradictions(row)) for name, row in rows.items()}
+    lines_by_row = {row.name: list(packages.contradictions(row)) for row in rows}
     assert {name: lines for name, lines in lines_by_row.items() if lines} == {"h200-nightly": [line]}
-    assert all(row.source for row in rows.values())
+    assert all(found.source for found in past.values())
 
 
 @lanes("cpu")
 def test_every_wheel_smoke_case_is_a_shape_of_the_model(lane: Lane) -> None:
     """A wheel that the lane gave up keeps its cases: a later build of it may fit."""
-    known = load(PATH)
-    adopted = known.adopted("h200")
-    assert set(known.smoke) == {wheel.name for wheel in adopted.wheels} | set(adopted.without)
-    for smoke in known.smoke.values():
+    known = smoke_tests(ROOT)
+    assert set(known) == set(LaneContext(ROOT, "h200").known_kernel_wheels)
+    for smoke in known.values():
         assert smoke.command == ("-m", "suites.wheels.smoke")
         for case in smoke.cases:
             name, batch = case.split("/")
@@ -89,7 +98,7 @@ def test_development_build_belongs_to_the_coming_release(lane: Lane) -> None:
     assert not SpecifierSet(">=2.12").contains(NIGHTLY, prereleases=True), (
         "why `release` is used, not PEP 440"
     )
-    assert manifest.release(NIGHTLY) == manifest.release("2.12.0a0+git21fec65") == Version("2.12.0")
+    assert packages.release(NIGHTLY) == packages.release("2.12.0a0+git21fec65") == Version("2.12.0")
     order = [
         "2.9.0a0+git21fec65",
         "2.9.1",
@@ -101,13 +110,13 @@ def test_development_build_belongs_to_the_coming_release(lane: Lane) -> None:
     ]
     assert all(Version(older) < Version(newer) for older, newer in pairwise(order))
     assert "2.9" > "2.12", "as text"
-    assert manifest.same_minor(NIGHTLY, "2.12")
-    assert not manifest.same_minor(NIGHTLY, "2.1.2")
+    assert packages.same_minor(NIGHTLY, "2.12")
+    assert not packages.same_minor(NIGHTLY, "2.1.2")
     exact = SpecifierSet(f"=={NIGHTLY}")
-    assert manifest.satisfies(NIGHTLY, exact)
+    assert packages.satisfies(NIGHTLY, exact)
     for other in ("2.12.0.dev20260305+cu130", "2.12.0.dev20260304+cu128", "2.12.0.dev20260304", "nonsense"):
-        assert not manifest.satisfies(other, exact)
-    assert manifest.satisfies("2.13.0+cpu", SpecifierSet("==2.13.0"))
+        assert not packages.satisfies(other, exact)
+    assert packages.satisfies("2.13.0+cpu", SpecifierSet("==2.13.0"))
 
 
 @pytest.mark.parametrize(
@@ -128,8 +137,8 @@ def test_version_label_is_parsed(lane: Lane, text: str, expected: Label) -> None
     assert label(text) == expected
 
 
-ROW = ManifestRow(
-    "x", "adopted", "h200", "", SpecifierSet("==3.12.*"), SpecifierSet("==2.11.0+cu130"),
+ROW = PackageSet(
+    "h200", SpecifierSet("==3.12.*"), SpecifierSet("==2.11.0+cu130"),
     packages={"triton": SpecifierSet("==3.6.0")},
     wheels=(KernelWheel("flash-attn", "2.8.3", "2.11.0", sha256="a" * 64),),
 )  # fmt: skip
@@ -216,88 +225,96 @@ def test_without_a_lock_packages_must_match_torch_metadata(lane: Lane) -> None:
     assert reference(ROW, bare, {VARIABLE: NO_LOCK}).facts == 0, "an instrument that saw nothing, not a pass"
 
 
-GOOD = """schema = 1
-[environment.a]
-status = "adopted"
-lane = "cpu"
-source = "here"
-python = ">=3.10"
-torch = "==2.13.0"
-[environment.a.wheels.fast]
+GOOD = """python = ">=3.10"
+[wheels.fast]
 version = "1.0+torch2.13"
 torch = "2.13.0"
-[smoke.fast]
+[wheels.fast.smoke]
 command = ["-m", "fast"]
 cases = ["1"]
 device = "cpu"
+[history.old]
+source = "here"
+python = ">=3.10"
+torch = "==2.9.0"
 """
+CPU_LOCK = Lock((Locked("torch", "2.13.0+cpu", (Wheel("torch.whl", "a" * 64),)),), "3.11")
 
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("schema = 1", "schema = 2", "schema 2, this bumpgate reads 1"),
-        ("schema = 1", "schema = true", "schema must be a number, got True"),
-        ("schema = 1\n", "", "the field 'schema' is missing"),
-        ("schema = 1", "schema = ", "not TOML"),
-        ('source = "here"\n', "", "a: the field 'source' is missing"),
-        ('source = "here"', "source = 3", "a: source must be a string, got 3"),
-        ('source = "here"', 'source = "here"\nsorce = "x"', "a: unknown field 'sorce'; fields: status, lane"),
-        ('"adopted"', '"adapted"', "a: status must be one of adopted, historic, parked, got 'adapted'"),
-        ('lane = "cpu"', 'lane = "gpu"', "a: unknown lane 'gpu'"),
-        ('"==2.13.0"', '"2.13.0"', "a.torch: invalid PEP 440 specifier '2.13.0' (expected e.g. ==2.13.0)"),
-        ('">=3.10"', '">=three"', "a.python: invalid PEP 440 specifier '>=three'"),
-        ('torch = "2.13.0"', 'torch = "new"', "a.wheels.fast.torch: invalid PEP 440 version 'new'"),
+        ('source = "here"\n', "", "history.old: the field 'source' is missing"),
+        ('source = "here"', "source = 3", "history.old: source must be a string, got 3"),
+        (
+            'source = "here"',
+            'sorce = "x"\nsource = "y"',
+            "history.old: unknown field 'sorce'; fields: source",
+        ),
+        ('source = "here"', 'parked = 1\nsource = "y"', "history.old: parked must be true or false, got 1"),
+        (
+            '"==2.9.0"',
+            '"2.9.0"',
+            "history.old.torch: invalid PEP 440 specifier '2.9.0' (expected e.g. ==2.13.0)",
+        ),
+        ('python = ">=3.10"\n[', 'python = ">=three"\n[', "python: invalid PEP 440 specifier '>=three'"),
+        ('torch = "2.13.0"', 'torch = "new"', "wheels.fast.torch: invalid PEP 440 version 'new'"),
+        ('torch = "2.13.0"\n', "", "wheels.fast: the field 'torch' is missing"),
         (
             'torch = "2.13.0"',
             'torch = "2.13.0"\nsha256 = "12"',
-            "a.wheels.fast: sha256 must be 64 hexadecimal digits",
+            "wheels.fast: sha256 must be 64 hexadecimal digits",
         ),
         (
             'torch = "2.13.0"',
             'torch = "2.13.0"\npatch = "../fast.patch"',
-            "a.wheels.fast: patch must be the name of a file next to manifest.toml, got '../fast.patch'",
+            "wheels.fast: patch must be the name of a file next to lane.toml, got '../fast.patch'",
         ),
         (
             'torch = "2.13.0"',
             'torch = "2.12.0"',
-            "a: fast: its label names torch 2.13, it was built against 2.12.0",
+            "fast: its label names torch 2.13, it was built against 2.12.0",
         ),
-        ("torch2.13", "torch2.12", "a: fast: its label names torch 2.12, it was built against 2.13.0"),
-        ('device = "cpu"', 'device = "tpu"', "smoke.fast: device must be cpu or cuda, got 'tpu'"),
-        ('cases = ["1"]', "cases = []", "smoke.fast: command and cases must be non-empty lists of strings"),
-        ('source = "here"', 'source = "here"\nwithout = [1]', "a: without must be a list of names, got [1]"),
-        ('source = "here"', 'source = "here"\nwithout = "x"', "a: without must be a list, got 'x'"),
-        ("[environment.a.wheels.fast]", "[environment.a.wheels]\nfast = 1\n[other]", "unknown field 'other'"),
+        ("torch2.13", "torch2.12", "fast: its label names torch 2.12, it was built against 2.13.0"),
+        ('device = "cpu"', 'device = "tpu"', "wheels.fast.smoke: device must be cpu or cuda, got 'tpu'"),
+        (
+            'cases = ["1"]',
+            "cases = []",
+            "wheels.fast.smoke: command and cases must be non-empty lists of strings",
+        ),
+        ("python", "without = [1]\npython", "without must be a list of strings, got [1]"),
+        ("python", 'without = "x"\npython', "without must be a list of strings, got 'x'"),
+        ("[wheels.fast]", "[other]\nfast = 1\n[wheels.fast]", "unknown field 'other'"),
     ],
 )
-@planted("C39", "a manifest with a wrong field, version or label")
+@planted("C39", "kernel wheels with a wrong field, version or label")
 @lanes("cpu")
-def test_bad_manifest_is_a_one_line_error(lane: Lane, tmp_path: Path, old: str, new: str, words: str) -> None:
-    path = tmp_path / "manifest.toml"
-    (tmp_path / "bumpgate.toml").write_text("[lanes.cpu]\n")
-    path.write_text(GOOD)
-    assert load(path).adopted("cpu").wheels[0].name == "fast"
-    assert GOOD.count(old) == 1
-    path.write_text(GOOD.replace(old, new))
-    with pytest.raises(ManifestError) as refused:
-        load(path)
+def test_bad_declaration_is_a_one_line_error(
+    lane: Lane, tmp_path: Path, old: str, new: str, words: str
+) -> None:
+    path = tmp_path / "lanes/cpu/lane.toml"
+    path.parent.mkdir(parents=True)
+
+    def read(text: str) -> packages.PackageSet:
+        path.write_text(text)
+        declared = require(tmp_path, "cpu")
+        packages.history(declared)
+        return packages.adopted(declared, CPU_LOCK)
+
+    assert read(GOOD).wheels[0].name == "fast"
+    assert read(GOOD).torch == SpecifierSet("==2.13.0")
+    with pytest.raises(BumpgateError) as refused:
+        read(GOOD.replace(old, new, 1))
     line = str(refused.value)
-    assert line.startswith("manifest.toml: ")
+    assert line.startswith("lanes/cpu/lane.toml: ")
     assert words in line
     assert "\n" not in line
 
 
 @lanes("cpu")
-def test_missing_or_ambiguous_manifest_is_a_one_line_error(lane: Lane, tmp_path: Path) -> None:
-    path = tmp_path / "manifest.toml"
-    with pytest.raises(ManifestError, match=r"cannot be read .*git checkout wheels"):
-        load(path)
-    head, _, row = GOOD.partition("\n")
-    row = row.partition("[smoke")[0]
-    path.write_text(f"{head}\n{row}\n{row.replace('environment.a', 'environment.b')}")
-    with pytest.raises(ManifestError, match="two adopted environments of lane 'cpu'"):
-        load(path)
-    path.write_text(GOOD)
-    with pytest.raises(ManifestError, match="no adopted environment of lane 'v6e'"):
-        load(path).adopted("v6e")
+def test_lane_without_a_lock_has_no_adopted_set(lane: Lane, tmp_path: Path) -> None:
+    (tmp_path / "bumpgate.toml").write_text("[lanes.cpu]\n")
+    with pytest.raises(
+        LockError, match=r"^lanes/cpu/pylock.toml: cannot be read .*; bumpgate freeze writes it$"
+    ):
+        _ = LaneContext(tmp_path, "cpu").adopted

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from bumpgate.env.lane import lane_requirements
 from bumpgate.env.locks import read_lock
-from bumpgate.env.reference import NO_LOCK, VARIABLE
-from bumpgate.env.request import lane_requirements
+from bumpgate.env.packages import NO_LOCK, VARIABLE
 from bumpgate.plugin.provenance import xla_versions
 from launch.xla import libtpu
 from suites.support.child import ROOT, ChildError, run_json

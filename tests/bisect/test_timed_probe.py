@@ -30,8 +30,8 @@ from bumpgate.process.runner import LaneCall, LaneRun
 from bumpgate.wheels import fitting
 from tests.support.builds import Ran, bisecting
 from tests.support.gate_tree import TIMES_TEST, Tree
+from tests.support.lane_files import declare_lanes
 from tests.support.searching import mutant_of
-from tests.support.tree import declare_lanes
 
 ROW, TEST = "throughput/b/seconds", "suites/throughput/test_b.py::test_time[cpu]"
 NIGHTS = tuple(f"2.{n}.0" for n in range(12))

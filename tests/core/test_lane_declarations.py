@@ -9,7 +9,7 @@ import pytest
 
 from bumpgate.core import lanes
 from bumpgate.core.lanes import Lane, LaneError
-from bumpgate.env.request import lane_requirements
+from bumpgate.env.lane import lane_requirements
 from bumpgate.plugin import devices
 from tests.support.foreign import LANE, Foreign
 

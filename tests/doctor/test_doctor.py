@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +18,11 @@ from bumpgate.doctor import command as doctor
 from bumpgate.doctor.examination import CHECKS
 from bumpgate.doctor.findings import CheckResult, Part, Status
 from bumpgate.env import store
-from bumpgate.env.locks import Lock, Locked, Wheel, lane_lock, write_lock
+from bumpgate.env.locks import Locked, Wheel, read_lock, write_lock
 from bumpgate.env.store import sha256_of
 from suites.support.planted import planted
 from tests.support.local_index import fake_wheel
-from tests.support.machine import Machine, defects
+from tests.support.machine import LANE, LOCK, Machine, defects
 from tests.support.tree import ROOT
 
 Break = Callable[[Machine], object]
@@ -102,8 +103,7 @@ def crashing_interpreter(machine: Machine) -> None:
 ENVIRONMENT: dict[str, tuple[Break, str, str, str]] = {
     "an interpreter that crashes": (crashing_interpreter, "BG101", "does not answer: killed by SIGSEGV", "--python"),
     "a python that the lane was not adopted with": (
-        lambda m: m.edit("wheels/manifest.toml", 'python = ">=3.10"\ntorch = "==2.13.0"',
-                         'python = "==3.9.*"\ntorch = "==2.13.0"'),
+        lambda m: m.edit(LANE, 'python = ">=3.10"', 'python = "==3.9.*"'),
         "BG102", "requires CPython ==3.9.*", "uv venv --python '==3.9.*'",
     ),
     "PYTHONOPTIMIZE": (variable("PYTHONOPTIMIZE", "1"), "BG103", "PYTHONOPTIMIZE=1: asserts", "unset PYTHONOPTIMIZE"),
@@ -186,13 +186,24 @@ def not_an_extension(machine: Machine) -> None:
     record.write_text(record.read_text() + "causal_conv1d/_C.so,,\n")
 
 
-ADOPTED = '[environment.cpu]\nstatus = "adopted"'
-TORCH = 'python = ">=3.10"\ntorch = "==2.13.0"'
-WHEEL = "[environment.cpu.wheels.causal-conv1d]\nversion = '1.7.0'\ntorch = '2.13.0'"
+TORCH = 'name = "torch"\nversion = "2.13.0+cpu"'
+WHEEL = "\n[wheels.causal-conv1d]\nversion = '1.7.0'\ntorch = '2.13.0'\n"
+
+
+def kernel_wheels(machine: Machine, tables: str = WHEEL) -> None:
+    with (machine.root / LANE).open("a") as file:
+        file.write(tables)
+
+
+def another_numpy(machine: Machine) -> None:
+    machine.edit(LANE, 'pins = ["torch"]', 'pins = ["torch", "numpy"]')
+    machine.edit(LOCK, 'version = "2.4.6"', 'version = "0.1"')
+
+
 VERSIONS: dict[str, tuple[Break, str, str, str]] = {
     "torch is missing": (Machine.bare_python, "BG201", "torch is not installed", "pip install 'torch==2.13.0'"),
     "another torch than the lane's": (
-        lambda m: m.edit("wheels/manifest.toml", TORCH, TORCH.replace("2.13.0", "2.12.0")),
+        lambda m: m.edit(LOCK, TORCH, TORCH.replace("2.13.0", "2.12.0")),
         "BG202", "lane cpu was adopted with ==2.12.0", "pip install 'torch==2.12.0'",
     ),
     "a source tree of torch before the installed one": (
@@ -200,13 +211,11 @@ VERSIONS: dict[str, tuple[Break, str, str, str]] = {
         "BG203", "states 2.14.0a0+gitabc", "clear PYTHONPATH",
     ),
     "two torch distributions": (lambda m: m.torch("2.13.0+cpu"), "BG203", "two torch distributions", "pip uninstall"),
-    "another triton than the lane's": (
-        lambda m: m.edit("wheels/manifest.toml", TORCH, f'{TORCH}\npackages = {{ triton = "==0.1" }}'),
-        "BG204", "lane cpu was adopted with ==0.1", "pip install 'triton==0.1'",
+    "another package than the lane's": (
+        another_numpy, "BG204", "lane cpu was adopted with ==0.1", "pip install 'numpy==0.1'",
     ),
     "a kernel wheel is missing": (
-        lambda m: m.edit("wheels/manifest.toml", TORCH, f"{TORCH}\n{WHEEL}"),
-        "BG205", "causal-conv1d is not installed", "causal-conv1d==1.7.0",
+        kernel_wheels, "BG205", "causal-conv1d is not installed", "causal-conv1d==1.7.0",
     ),
     "a package of the suites is missing": (
         lambda m: m.edit("pyproject.toml", "suite = [", 'suite = [\n    "absent-package>=2",'),
@@ -240,9 +249,11 @@ def test_one_command_installs_the_missing_kernel_wheels(
     made = fake_wheel(tmp_path / "made", "causal-conv1d", "1.7.0")
     wheel = Wheel(made.name, sha256_of(made))
     stored = store.put(wheel, [made.read_bytes()])
-    write_lock(lane_lock(machine.root, "cpu"), Lock((Locked("causal-conv1d", "1.7.0", (wheel,)),)))
+    path = machine.root / LOCK
+    lock = read_lock(path)
+    write_lock(path, replace(lock, packages=(*lock.packages, Locked("causal-conv1d", "1.7.0", (wheel,)))))
     second = WHEEL.replace("causal-conv1d", "mamba-ssm").replace("1.7.0", "2.3")
-    machine.edit("wheels/manifest.toml", TORCH, f"{TORCH}\n{WHEEL}\n{second}")
+    kernel_wheels(machine, WHEEL + second)
     findings = [f for f in machine.examine(Part.VERSIONS) if f.code == "BG205"]
     (command,) = {f.fix for f in findings}
     assert len(findings) == 2
@@ -256,7 +267,8 @@ def test_one_command_installs_the_missing_kernel_wheels(
 
 @planted("C28", "no kernel wheel, next to another torch than the lane's")
 def test_adopted_wheels_are_not_offered_to_another_torch(machine: Machine) -> None:
-    machine.edit("wheels/manifest.toml", TORCH, f"{TORCH}\n{WHEEL}".replace("2.13.0", "2.12.0"))
+    machine.edit(LOCK, TORCH, TORCH.replace("2.13.0", "2.12.0"))
+    kernel_wheels(machine, WHEEL.replace("2.13.0", "2.12.0"))
     found = by_code(machine.examine(Part.VERSIONS), "BG205")
     assert found.fix == f"bumpgate wheels plan --lane cpu --python {machine.python}"
 
@@ -351,7 +363,9 @@ def test_setting_without_effect_is_reported(machine: Machine) -> None:
     assert f"{name} is None where" in findings[0].reason
 
 
-SMOKE = """[smoke.pytest]
+SMOKE = """[wheels.pytest]
+torch = "2.13.0"
+[wheels.pytest.smoke]
 command = ["-c", "import os, sys; os.abort() if sys.argv[1] == 'crash' else print('computed')"]
 device = "{}"
 cases = ["fine", "crash", "fine too"]
@@ -360,7 +374,7 @@ cases = ["fine", "crash", "fine too"]
 
 @planted("C39", "an installed wheel that crashes on one of its shapes")
 def test_installed_wheel_is_smoke_tested(machine: Machine) -> None:
-    path = machine.root / "wheels" / "manifest.toml"
+    path = machine.root / LANE
     whole = path.read_text()
     checks = [check for check in CHECKS if check.code == "BG402"]
     path.write_text(whole + SMOKE.format("cpu"))
@@ -403,7 +417,7 @@ def test_bad_doctor_input_is_one_line_and_exit_4(
     [
         ("launch/contract.toml", "schema = ", "contract.toml: not TOML"),
         ("launch/contract.toml", "schema = 1", "contract.toml: 'caches' is missing or misshapen"),
-        ("wheels/manifest.toml", "schema = 2", "manifest.toml: the field 'environment' is missing"),
+        (LANE, "wheel = 2", "lanes/cpu/lane.toml: unknown field 'wheel'"),
     ],
 )
 def test_unreadable_files_are_one_line_and_exit_4(

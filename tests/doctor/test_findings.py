@@ -43,8 +43,8 @@ def test_check_is_ok_only_if_it_ran_and_found_nothing() -> None:
 def test_packages_that_no_tool_can_read_are_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a kernel wheel, other packages that link torch are left unaudited."""
     monkeypatch.setattr(abi, "missing_tool", lambda: "nm")
-    nothing = SimpleNamespace(smoke={}, wheels=(), installed=lambda name: None)
-    site: Any = SimpleNamespace(inventory=nothing, manifest=nothing, row=nothing)
+    nothing = SimpleNamespace(wheels=(), installed=lambda name: None)
+    site: Any = SimpleNamespace(inventory=nothing, smoke={}, row=nothing)
     (check,) = (check for check in version_checks.CHECKS if check.code == "BG207")
     (found,) = check.run(site)
     assert found.status is Status.NOT_RUN

@@ -15,27 +15,17 @@ from packaging.utils import canonicalize_name
 from bumpgate import cli
 from bumpgate.core.errors import BumpgateError
 from bumpgate.env import freeze as freezing
-from bumpgate.env import manifest, store, uv
-from bumpgate.env.build import BuildError, build, lane_request
-from bumpgate.env.freeze import keeps
-from bumpgate.env.locks import LockError, lane_lock, read_lock
-from bumpgate.env.manifest import satisfies
-from bumpgate.env.request import lane_requirements
+from bumpgate.env import store, uv
+from bumpgate.env.build import BuildError, build
+from bumpgate.env.freeze import pinned_requirements
+from bumpgate.env.lane import LaneContext, lane_lock, lane_request, lane_requirements
+from bumpgate.env.locks import LockError, read_lock
+from bumpgate.env.packages import satisfies
 from suites.support.lanes import LANES
 from suites.support.planted import planted
+from tests.support.lane_files import declare_lanes
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
-from tests.support.tree import ROOT, declare_lanes
-
-MANIFEST = """schema = 1
-# The reason for this row.
-[environment.cpu]
-status = "adopted"
-lane = "cpu"
-source = "a test"
-python = ">=3.10"
-torch = "==1.0"  # reviewed
-packages = { helper = ">=1" }
-"""
+from tests.support.tree import ROOT
 
 
 @pytest.fixture
@@ -51,8 +41,6 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalInde
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "tree"
-    (root / "wheels").mkdir(parents=True)
-    (root / "wheels" / "manifest.toml").write_text(MANIFEST)
     declare_lanes(root)
     (root / "pyproject.toml").write_text(
         '[project]\nname = "bumpgate"\n[project.optional-dependencies]\ncpu = ["helper>=1", "torch==1.0"]\n'
@@ -82,7 +70,7 @@ Freeze = Callable[..., tuple[int, str, str]]
 def test_lock_pins_every_file_without_locations(freeze: Freeze, tree: Path) -> None:
     code, out, err = freeze("--lane", "cpu")
     assert (code, err) == (0, "")
-    assert out.splitlines()[-1] == "froze 3 packages in wheels/pylock.cpu.toml; review: git diff wheels"
+    assert out.splitlines()[-1] == "froze 3 packages in lanes/cpu/pylock.toml; review: git diff"
     text = lane_lock(tree, "cpu").read_text()
     assert "://" not in text
     assert str(tree.parent) not in text
@@ -94,7 +82,6 @@ def test_lock_pins_every_file_without_locations(freeze: Freeze, tree: Path) -> N
     assert subprocess.run(check, cwd=store.store_root()).returncode == 0
     assert freeze()[:2] == (0, out.splitlines()[-1] + "\n"), "a second freeze changes nothing"
     assert lane_lock(tree, "cpu").read_text() == text
-    assert (tree / "wheels" / "manifest.toml").read_text() == MANIFEST
 
 
 def test_lock_builds_from_index_and_from_store(
@@ -123,13 +110,13 @@ def test_wheel_with_another_hash_is_refused(
         build(lane_request(tree, "cpu"))
 
 
-def test_freeze_of_candidate_updates_the_manifest_row(freeze: Freeze, tree: Path, tmp_path: Path) -> None:
+def test_freeze_of_candidate_moves_the_pin_of_the_extra(freeze: Freeze, tree: Path) -> None:
+    project = (tree / "pyproject.toml").read_text()
     freeze("--lane", "cpu")
     code, out, _ = freeze("--lane", "cpu", "--candidate", "torch==1.1")
     assert (code, out.splitlines()[0]) == (0, "  torch 1.0 -> 1.1")
-    row = (tree / "wheels" / "manifest.toml").read_text()
-    assert row == MANIFEST.replace('"==1.0"', '"==1.1"')
-    assert manifest.load(tree / "wheels" / "manifest.toml").adopted("cpu")
+    assert (tree / "pyproject.toml").read_text() == project.replace("torch==1.0", "torch==1.1")
+    assert str(LaneContext(tree, "cpu").packages.torch) == "==1.1"
 
 
 @pytest.mark.parametrize("absolute", [True, False], ids=["absolute", "relative"])
@@ -176,10 +163,10 @@ def test_failed_freeze_is_one_line_and_changes_nothing(
         index.add(late := fake_wheel(tmp_path / "wheels", "torch", "1.1", requires=["triton"]))
         index.vanish(late)
         args = (*args, "--candidate", "torch==1.1")
-    before = {path: path.read_bytes() for path in (tree / "wheels").iterdir()}
+    before = {path: path.read_bytes() for path in (tree / "lanes").glob("*/*")}
     ended, out, err = freeze(*args)
     assert (ended, out, len(err.splitlines())) == (code, "", 1), err
-    assert {path: path.read_bytes() for path in (tree / "wheels").iterdir()} == before
+    assert {path: path.read_bytes() for path in (tree / "lanes").glob("*/*")} == before
 
 
 @pytest.mark.parametrize(
@@ -208,17 +195,20 @@ def test_invalid_lock_file_is_one_line(text: str, words: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("lane", LANES)
 def test_committed_lock_satisfies_the_lane_requirements(lane: str) -> None:
-    """After an edit of the extra or the manifest row, the lane must be frozen again."""
-    path = lane_lock(ROOT, lane)
-    lock = read_lock(path)
+    """After an edit of the extra, the lane must be frozen again."""
+    context = LaneContext(ROOT, lane)
+    path, lock = context.lock_path, read_lock(context.lock_path)
     assert "://" not in path.read_text()
     for text in lane_requirements(ROOT, lane):
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate({"python_version": lock.python}):
             version = lock.versions[canonicalize_name(requirement.name)]
             assert satisfies(version, requirement.specifier), text
-    row = manifest.load(ROOT / "wheels" / "manifest.toml").adopted(lane)
-    assert keeps(lock.versions["torch"], row.torch)
+    assert pinned_requirements(context, lock) == {}, (
+        f"bumpgate freeze --lane {lane} moves the pins of the extra"
+    )
+    row = context.packages
+    assert {"torch", *row.packages} == set(context.declared.pins), "the lock has what the lane pins"
     files = {package.name: [wheel.sha256 for wheel in package.wheels] for package in lock.packages}
     assert [files[wheel.name] for wheel in row.wheels] == [[wheel.sha256] for wheel in row.wheels]
 

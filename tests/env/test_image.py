@@ -13,12 +13,13 @@ import pytest
 
 from bumpgate import cli
 from bumpgate.env import store
-from bumpgate.env.locks import Lock, Locked, Wheel, lane_lock, write_lock
+from bumpgate.env.lane import lane_lock
+from bumpgate.env.locks import Lock, Locked, Wheel, write_lock
 from bumpgate.env.store import sha256_of
 from suites.support.planted import planted
 from tests.support import golden
+from tests.support.lane_files import declare_lanes
 from tests.support.local_index import fake_wheel
-from tests.support.tree import declare_lanes
 
 BASE = f"docker.io/library/python:3.12@sha256:{'ab' * 32}"
 Run = Callable[..., tuple[int, str, str]]
@@ -30,10 +31,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("BUMPGATE_STORE", raising=False)
     root = tmp_path / "tree"
-    (root / "wheels").mkdir(parents=True)
-    (root / "xla").mkdir()
-    (root / "xla" / "make_cuda_stubs.py").touch()
     declare_lanes(root)
+    (root / "lanes/v6e/make_cuda_stubs.py").touch()
     packages = []
     for name, version in (("torch", "1.0+cpu"), ("numpy", "2.0")):
         path = fake_wheel(tmp_path / "wheels", name, version)
@@ -128,5 +127,5 @@ def test_image_of_a_lane_without_lock_prints_one_line(run: Run) -> None:
     assert (code, out) == (4, "")
     assert (
         err
-        == "bumpgate: pylock.cpu.toml: cannot be read (No such file or directory); bumpgate freeze writes it\n"
+        == "bumpgate: lanes/cpu/pylock.toml: cannot be read (No such file or directory); bumpgate freeze writes it\n"
     )

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from bumpgate.core.errors import BumpgateError
-from bumpgate.env.build import BuildError, build, lane_request
+from bumpgate.env.build import BuildError, build
 from bumpgate.env.freeze import freeze
+from bumpgate.env.lane import LaneContext, lane_lock, lane_request
+from tests.support.lane_files import FAST, declare_lanes, write_lane
 from tests.support.local_index import LocalIndex, fake_wheel
-from tests.support.tree import declare_lanes
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     root = tmp_path / "tree"
-    (root / "wheels").mkdir(parents=True)
     declare_lanes(root)
     (root / "pyproject.toml").write_text(
         '[project]\nname = "bumpgate"\n[project.optional-dependencies]\n'
@@ -28,7 +28,7 @@ def tree(tmp_path: Path) -> Path:
 def test_candidate_replaces_only_its_own_pin(index: LocalIndex, tree: Path) -> None:
     assert build(lane_request(tree, "cpu")).packages == {"helper": "2.0", "torch": "1.0", "triton": "3.0"}
     digest = "0" * 64
-    (tree / "wheels" / "pylock.cpu.toml").write_text(
+    lane_lock(tree, "cpu").write_text(
         'lock-version = "1.0"\ncreated-by = "t"\n[[packages]]\nname = "helper"\nversion = "1.0"\n'
         f'wheels = [{{ name = "helper-1.0-py3-none-any.whl", path = "x", hashes = {{ sha256 = "{digest}" }} }}]\n'
     )
@@ -40,39 +40,26 @@ def test_candidate_replaces_only_its_own_pin(index: LocalIndex, tree: Path) -> N
     assert lane_request(tree, "h200", "triton==3.0").requirements == ("triton==3.0", "helper>=1")
 
 
-ROW = """schema = 1
-[environment.h200]
-status = "adopted"
-lane = "h200"
-source = "a test"
-python = ">=3.10"
-torch = "==1.0+cu130"
-packages = { triton = "==3.0", jax = "==1.0", jaxlib = "==1.0" }
-[environment.h200.wheels.fast]
-version = "1.0"
-torch = "1.0+cu130"
-"""
+EXTRA = 'h200 = ["bumpgate[suite]", "torch==1.0", "triton==3.0", "jax==1.0", "jaxlib==1.0"]\n'
 
 
 @pytest.fixture
 def device_tree(index: LocalIndex, tree: Path, tmp_path: Path) -> Path:
     """A lane with its own pins: triton, a pair that pins itself, and a kernel wheel outside the index."""
-    (tree / "wheels" / "manifest.toml").write_text(ROW)
+    write_lane(tree, "h200", FAST.format(torch="1.0+cu130"))
+    project = (tree / "pyproject.toml").read_text()
+    (tree / "pyproject.toml").write_text(project.replace('h200 = ["bumpgate[suite]"]\n', EXTRA))
     for version in ("1.0", "2.0", "3.0"):
         folder = tmp_path / "wheels"
         index.add(fake_wheel(folder, "jax", version, requires=[f"jaxlib=={version}"]))
         index.add(fake_wheel(folder, "jaxlib", version))
     fake_wheel(tmp_path / "kernels", "fast", "1.0", requires=["torch"])
     fake_wheel(tmp_path / "kernels", "fast", "1.1", requires=["torch"])
-    lock = freeze(tree, "h200", find_links=(str(tmp_path / "kernels"),))
+    lock = freeze(LaneContext(tree, "h200"), find_links=(str(tmp_path / "kernels"),))
     assert lock.versions == {
         "fast": "1.0", "helper": "2.0", "jax": "1.0", "jaxlib": "1.0", "torch": "1.0", "triton": "3.0"
     }  # fmt: skip
     return tree
-
-
-def test_freeze_keeps_local_label_of_the_manifest(device_tree: Path) -> None:
-    assert (device_tree / "wheels" / "manifest.toml").read_text() == ROW
 
 
 def test_adopted_set_takes_local_wheels_by_hash(

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.env.build import build, lane_request
+from bumpgate.env.build import build
 from bumpgate.env.freeze import freeze
+from bumpgate.env.lane import LaneContext, lane_request
 from bumpgate.env.request import Request, request_key
+from tests.support.lane_files import declare_lanes
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
-from tests.support.tree import declare_lanes
 
 
 @pytest.mark.parametrize("variable", ["UV_CONSTRAINT", "PIP_CONSTRAINT", "UV_OVERRIDE", "UV_CONFIG_FILE"])
@@ -40,14 +41,13 @@ def test_environment_is_built_again_after_an_edit_of_constraints(
 def test_candidate_keeps_the_extras_of_other_pins(index: LocalIndex, tmp_path: Path) -> None:
     """What they bring would be missing on its side only, and torch would be blamed."""
     root = tmp_path / "tree"
-    (root / "wheels").mkdir(parents=True)
     declare_lanes(root)
     index.add(fake_wheel(tmp_path / "wheels", "ray", "2.0", requires=["helper>=1; extra == 'tune'"]))
     (root / "pyproject.toml").write_text(
         '[project]\nname = "bumpgate"\n[project.optional-dependencies]\n'
         'cpu = ["torch==1.0", "ray[tune]==2.0"]\n'
     )
-    freeze(root, "cpu")
+    freeze(LaneContext(root, "cpu"))
     adopted = build(lane_request(root, "cpu")).packages
     assert adopted == {"helper": "2.0", "ray": "2.0", "torch": "1.0", "triton": "3.0"}
     candidate = build(lane_request(root, "cpu", "torch==1.1")).packages

@@ -27,6 +27,7 @@ from bumpgate.process.runner import Installed
 from suites.support.planted import planted
 from tests.support.gate_tree import COUNTS, TIMED, TIMES_TEST, Tree, wait_for
 from tests.support.gating import Machine
+from tests.support.lane_files import write_lane
 from tests.support.project import GOOD
 
 pytestmark = pytest.mark.long(40)
@@ -213,15 +214,11 @@ REFUSALS = {
 }
 
 
-KERNEL_LANE = """schema = 1
-[environment.cpu]
-status = "adopted"
-lane = "cpu"
-source = "a test"
-python = ">=3.10"
-torch = "==9.9.0"
-wheels = { fast = { version = "1.0", torch = "9.9.0" }, faster = { version = "1.0", torch = "9.9.0" } }
-"""
+FAST = {"version": "1.0", "torch": "9.9.0"}
+
+
+def kernel_lane(tree: Tree) -> None:
+    write_lane(tree.root, "cpu", wheels={"fast": FAST, "faster": FAST})
 
 
 @pytest.fixture
@@ -262,7 +259,7 @@ def test_folder_of_a_refused_gate_is_used_again(run: Any, tree: Tree) -> None:
 
 @planted("C39", "an interpreter that was prepared without the lane's kernel wheels")
 def test_interpreter_without_kernel_wheels_is_refused(run: Any, tree: Tree) -> None:
-    tree.write("wheels/manifest.toml", KERNEL_LANE)
+    kernel_lane(tree)
     code, out, err = run(*tree.sides())
     assert (code, out) == (4, "")
     assert err.splitlines() == [
@@ -277,7 +274,7 @@ def test_interpreter_without_kernel_wheels_is_refused(run: Any, tree: Tree) -> N
 def test_kernel_wheels_named_with_without_are_not_required(
     run: Any, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree.write("wheels/manifest.toml", KERNEL_LANE)
+    kernel_lane(tree)
     places: dict[str, EnvSpec] = {}
 
     class StopGateError(BaseException):

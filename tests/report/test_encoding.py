@@ -16,9 +16,9 @@ from bumpgate.core.errors import loads
 from bumpgate.core.rows import read_record
 from bumpgate.history.archive import default_store
 from bumpgate.process.tree_digest import Binding, bind
+from tests.support.lane_files import declare_lanes
 from tests.support.project import GOOD, Project, counted
 from tests.support.reports import BREAKS, bumpgate, gate_of_day
-from tests.support.tree import declare_lanes
 
 LONE = "\udc80"
 SHOWN = "\\udc80"

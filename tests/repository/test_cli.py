@@ -18,7 +18,8 @@ from bumpgate.core.baseline import Baseline, Reviewed, judge, load, save
 from bumpgate.core.rows import Judgement, Row, Verdict, read_record, write_record
 from bumpgate.process.tree_digest import measured_tree
 from bumpgate.table import summary, verdict_table
-from tests.support.tree import ROOT, declare_lanes
+from tests.support.lane_files import declare_lanes
+from tests.support.tree import ROOT
 
 HERE = {"lane": "cpu", "torch": "2.13.0", "triton": None, "device": "cpu", "full_run": True}
 

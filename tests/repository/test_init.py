@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from bumpgate import cli
 from bumpgate.core import lanes
-from bumpgate.env.request import lane_requirements
+from bumpgate.env.lane import lane_requirements
 from bumpgate.plugin import devices
 from tests.support.foreign import Foreign
 

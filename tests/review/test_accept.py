@@ -22,9 +22,9 @@ from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.review import accept
+from tests.support.lane_files import declare_lanes
 from tests.support.project import GOOD, Project, counted
 from tests.support.reports import HERE, judged, paired, row
-from tests.support.tree import declare_lanes
 
 FIXED = settings(derandomize=True, max_examples=60, deadline=None)
 DAY = date(2026, 11, 21)

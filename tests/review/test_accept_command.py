@@ -22,8 +22,8 @@ from bumpgate.gate.verdict import Side
 from bumpgate.process.tree_digest import bind, measured_tree
 from bumpgate.review import accept
 from tests.support.gate_files import gate_of
+from tests.support.lane_files import declare_lanes
 from tests.support.reports import HERE, paired, row, write_gate
-from tests.support.tree import declare_lanes
 
 SECONDS = "throughput/nam52-regional/seconds"
 

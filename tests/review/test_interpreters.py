@@ -14,12 +14,13 @@ import pytest
 from bumpgate.core.baseline import load
 from bumpgate.core.toml import tomllib
 from bumpgate.env.inventory import content_of
-from bumpgate.env.locks import lane_lock, read_lock
+from bumpgate.env.lane import lane_lock
+from bumpgate.env.locks import read_lock
 from bumpgate.env.store import sha256_of
 from bumpgate.history import adoptions
 from bumpgate.review.measured_set import some
 from suites.support.planted import planted
-from tests.support.adopting import MANIFEST, WRITTEN, wheels
+from tests.support.adopting import LANE, WRITTEN, wheels
 from tests.support.local_index import LocalIndex
 from tests.support.prepared import EXTRA, SDIST, PreparedTree
 from tests.support.project import Result
@@ -129,10 +130,10 @@ def test_interpreter_is_adopted_as_the_set_it_had(tree: PreparedTree, links: tup
     new = sha256_of(tree.wheel("new", "fast"))
     assert locked["fast"].wheels[0].sha256 == new
     fast = f'version = "1.0"\ntorch = "9.11.0"\nsha256 = "{new}"\nsdist = "{SDIST}"  # from PyPI\n'
-    manifest = (tree.root / "wheels/manifest.toml").read_text()
-    row = MANIFEST.replace("==9.9.0", "==9.11.0") + 'without = ["faster"]\n\n'
-    faster = '[environment.cpu.wheels.faster]\nversion = "1.0"\ntorch = "9.9.0"\n'
-    assert manifest.startswith(f"{row}[environment.cpu.wheels.fast]\n{fast}\n{faster}\n[smoke.faster]\n")
+    declaration = (tree.root / "lanes/cpu/lane.toml").read_text()
+    row = LANE + 'without = ["faster"]\n\n'
+    faster = '[wheels.faster]\nversion = "1.0"\ntorch = "9.9.0"\n'
+    assert declaration.startswith(f"{row}[wheels.fast]\n{fast}\n{faster}\n[wheels.faster.smoke]\n")
     project = (tree.root / "pyproject.toml").read_text()
     assert EXTRA.replace("9.9.0", "9.11.0").replace('    "faster==1.0",\n', "") in project
     rows = load(tree.root / "baselines/cpu.json", "cpu").rows
@@ -144,9 +145,7 @@ def test_interpreter_is_adopted_as_the_set_it_had(tree: PreparedTree, links: tup
     assert [r.reason for r in entry.reviewed] == ["future ones now"]
     code, out = lane()
     assert code == 0, out
-    assert (
-        "NOT RUN       kernels/faster/over_peer: lane cpu has given faster up (wheels/manifest.toml)" in out
-    )
+    assert "NOT RUN       kernels/faster/over_peer: lane cpu has given faster up (lanes/cpu/lane.toml)" in out
     assert "MISSING" not in out
     back = tree.bumpgate("rollback", "cpu", "--adoption")
     assert "rollback cpu: 4 wheels verified, built offline in " in back.out, back.out + back.err
@@ -165,9 +164,10 @@ def test_wheel_is_taken_back_by_a_later_adoption(tree: PreparedTree, links: tupl
     done = tree.bumpgate("adopt", "h/gate.json", *CANDIDATE, *links)
     assert done.code == 0, done.err
     new = sha256_of(tree.wheel("new", "faster"))
-    manifest = tomllib.loads((tree.root / "wheels/manifest.toml").read_text())["environment"]["cpu"]
-    assert "without" not in manifest
-    assert manifest["wheels"]["faster"] == {"version": "1.0", "torch": "9.11.0", "sha256": new}
+    declaration = tomllib.loads((tree.root / "lanes/cpu/lane.toml").read_text())
+    assert "without" not in declaration
+    faster = declaration["wheels"]["faster"]
+    assert {**faster, "smoke": 0} == {"version": "1.0", "torch": "9.11.0", "sha256": new, "smoke": 0}
     assert '    "faster==1.0",\n]' in (tree.root / "pyproject.toml").read_text()
     assert load(tree.root / "baselines/cpu.json", "cpu").rows["kernels/faster/over_peer"].value == 2
     assert run_lane(tree, "h")[0] == 0
@@ -388,8 +388,8 @@ def test_candidate_without_kernel_wheels_gives_them_up(tree: PreparedTree) -> No
     done = tree.bumpgate("adopt", "9.10.0/gate.json", *both)
     assert done.code == 0, done.err
     assert "given up: fast, faster, with 2 rows\n" in done.out
-    row = MANIFEST.replace("==9.9.0", "==9.10.0") + 'without = ["fast", "faster"]\n'
-    assert (tree.root / "wheels/manifest.toml").read_text().startswith(row)
+    row = LANE + 'without = ["fast", "faster"]\n'
+    assert (tree.root / "lanes/cpu/lane.toml").read_text().startswith(row)
     assert '"torch==9.10.0", # the adopted one\n]' in (tree.root / "pyproject.toml").read_text()
     assert not [
         row for row in load(tree.root / "baselines/cpu.json", "cpu").rows if row.startswith("kernels/")

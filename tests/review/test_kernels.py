@@ -11,35 +11,32 @@ import pytest
 from bumpgate.core.baseline import Baseline, Reviewed
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.core.toml import tomllib
-from bumpgate.env.locks import Lock, Locked, Wheel, lane_lock, write_lock
-from bumpgate.env.manifest import load
-from bumpgate.env.request import kernel_wheels, known_kernel_wheels
+from bumpgate.env.lane import LaneContext, lane_lock
+from bumpgate.env.locks import Lock, Locked, Wheel, write_lock
 from bumpgate.process.file_transaction import AdoptionError
 from bumpgate.review.kernel_wheels import (
-    check_manifest,
+    check_declaration,
     check_without,
     given_up_rows,
     lost_rows,
-    moved_manifest,
+    moved_declaration,
     taken_back,
 )
-from tests.support.tree import FAST_MANIFEST, declare_lanes
+from tests.support.lane_files import FAST, write_lane
 
 OLD, NEW = "a" * 64, "b" * 64
-FAST = f'sha256 = "{OLD}"\nsdist = "{"5" * 64}"\npatch = "fast.patch"\n'
+SOURCES = f'sha256 = "{OLD}"\nsdist = "{"5" * 64}"\npatch = "fast.patch"\n'
 TORCH = "2.15.0+cu130"
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    declare_lanes(tmp_path)
-    (tmp_path / "wheels").mkdir()
-    write(tmp_path, FAST_MANIFEST.format(torch="2.15.0") + FAST)
+    write_lane(tmp_path, "h200", FAST.format(torch="2.15.0") + SOURCES)
     return tmp_path
 
 
-def write(tree: Path, text: str) -> None:
-    (tree / "wheels/manifest.toml").write_text(text)
+def lane(tree: Path) -> LaneContext:
+    return LaneContext(tree, "h200")
 
 
 def lock(version: str = "1.0", sha256: str = NEW, file: str = "") -> Lock:
@@ -49,8 +46,9 @@ def lock(version: str = "1.0", sha256: str = NEW, file: str = "") -> Lock:
 
 
 def moved(tree: Path, found: Lock, *without: str) -> dict[str, Any] | None:
-    text = moved_manifest(tree, "h200", found, TORCH, without)
-    return text and tomllib.loads(text)["environment"]["h200"]
+    path, text = moved_declaration(lane(tree), found, TORCH, without)
+    assert path == tree / "lanes/h200/lane.toml"
+    return text and tomllib.loads(text)
 
 
 def test_other_build_of_a_version_keeps_its_sources(tree: Path) -> None:
@@ -87,20 +85,16 @@ def test_label_of_the_file_states_the_torch(tree: Path) -> None:
 
 def test_adopted_build_is_left_as_it_is(tree: Path) -> None:
     assert moved(tree, lock(sha256=OLD)) is None
-    write(tree, FAST_MANIFEST.format(torch="2.15.0"))
+    write_lane(tree, "h200", FAST.format(torch="2.15.0"))
     write_lock(lane_lock(tree, "h200"), lock(sha256=OLD))
-    assert moved(tree, lock(sha256=OLD)) is None, (
-        "the lane's lock has the hash that the manifest does not state"
-    )
+    assert moved(tree, lock(sha256=OLD)) is None, "the lane's lock has the hash that the table does not state"
     row = moved(tree, lock())
     assert row
     assert row["wheels"]["fast"]["sha256"] == NEW
 
 
 def given_up(tree: Path, *names: str) -> None:
-    """Name wheels in `without` of the manifest row."""
-    text = (tree / "wheels/manifest.toml").read_text()
-    write(tree, text.replace('lane = "h200"\n', f'lane = "h200"\nwithout = {list(names)}\n') + "# the end\n")
+    write_lane(tree, "h200", FAST.format(torch="2.15.0") + SOURCES, without=list(names))
 
 
 def test_given_up_wheel_keeps_the_table_it_is_built_from(tree: Path) -> None:
@@ -109,54 +103,61 @@ def test_given_up_wheel_keeps_the_table_it_is_built_from(tree: Path) -> None:
     assert row
     assert row["wheels"]["fast"]["sdist"] == "5" * 64
     assert row["without"] == ["fast", "slow"]
-    assert load(tree / "wheels/manifest.toml").adopted("h200").wheels
 
 
 @pytest.mark.parametrize(("sha256", "others"), [(NEW, []), (OLD, []), (NEW, ["slow"])])
 def test_wheel_of_the_set_is_taken_back(tree: Path, sha256: str, others: list[str]) -> None:
     """Whether it was built again, or its file fits the new torch as it is."""
     given_up(tree, "fast", *others)
-    assert known_kernel_wheels(tree, "h200") == ("fast",)
-    assert kernel_wheels(tree, "h200") == ()
-    assert taken_back(tree, "h200", lock()) == ("fast",)
-    assert taken_back(tree, "h200", Lock(lock().packages[:1])) == ()
+    assert lane(tree).known_kernel_wheels == ("fast",)
+    assert lane(tree).kernel_wheels == ()
+    assert taken_back(lane(tree), lock()) == ("fast",)
+    assert taken_back(lane(tree), Lock(lock().packages[:1])) == ()
     row = moved(tree, lock(sha256=sha256))
     assert row
     assert row["wheels"]["fast"]["sha256"] == sha256
     assert row.get("without", []) == others
 
 
-def test_tree_without_a_manifest_or_row_is_left_alone(tree: Path) -> None:
-    write(tree, "schema = 1\n[environment]\n")
-    assert moved(tree, lock()) is None
-    (tree / "wheels/manifest.toml").unlink()
+def test_lane_without_kernel_wheels_is_left_alone(tree: Path) -> None:
+    write_lane(tree, "h200")
     assert moved(tree, lock()) is None
 
 
-def test_wheel_of_another_torch_contradicts_the_manifest(tree: Path) -> None:
-    path = tree / "wheels/manifest.toml"
-    check_manifest(path, None)
-    check_manifest(path, path.read_text())
+def test_table_of_another_file_is_moved(tree: Path) -> None:
+    """A guest declares its lanes in bumpgate.toml or pyproject.toml."""
+    (tree / "lanes/h200/lane.toml").unlink()
+    text = FAST.format(torch="2.15.0").replace("[", "[tool.bumpgate.lanes.h200.")
+    (tree / "pyproject.toml").write_text(text)
+    path, new = moved_declaration(lane(tree), lock(), TORCH, ())
+    assert path == tree / "pyproject.toml"
+    assert new == text.replace('"2.15.0"\n', f'"{TORCH}"\nsha256 = "{NEW}"\n')
+
+
+def test_wheel_of_another_torch_contradicts_the_set(tree: Path) -> None:
+    check_declaration(lane(tree), None, lock())
+    text = (tree / "lanes/h200/lane.toml").read_text()
+    check_declaration(lane(tree), text, lock())
     words = (
-        r"built against torch 2\.15\.0, the row has 2\.16\.0: build that wheel for the new torch \(bumpgate "
+        r"built against torch 2\.14\.0, the row has 2\.15\.0: build that wheel for the new torch \(bumpgate "
     )
     with pytest.raises(AdoptionError, match=words):
-        check_manifest(path, path.read_text().replace('"==2.15.0"', '"==2.16.0"'))
+        check_declaration(lane(tree), text.replace('"2.15.0"', '"2.14.0"'), lock())
 
 
 def test_each_lacking_wheel_must_be_given_up(tree: Path) -> None:
     packages = {"torch": TORCH, "fast": "1.0"}
-    check_without(tree, "h200", packages, ())
-    check_without(tree, "h200", {"torch": TORCH}, ("fast",))
+    check_without(lane(tree), packages, ())
+    check_without(lane(tree), {"torch": TORCH}, ("fast",))
     with pytest.raises(
         AdoptionError, match=r"--torch 2\.15\.0 --package fast\), or give it up: --without fast$"
     ):
-        check_without(tree, "h200", {"torch": TORCH}, ())
+        check_without(lane(tree), {"torch": TORCH}, ())
     with pytest.raises(AdoptionError, match=r"the candidate has fast 1\.0: leave the option out$"):
-        check_without(tree, "h200", packages, ("fast",))
+        check_without(lane(tree), packages, ("fast",))
     given_up(tree, "fast")
-    check_without(tree, "h200", {"torch": TORCH}, ())
-    check_without(tree, "h200", {"torch": TORCH}, ("fast",))
+    check_without(lane(tree), {"torch": TORCH}, ())
+    check_without(lane(tree), {"torch": TORCH}, ("fast",))
 
 
 def record(*not_run: str, **rows: int | None) -> SimpleNamespace:
@@ -185,7 +186,7 @@ def test_lost_rows_are_those_that_only_the_adopted_side_has() -> None:
         ("flash-attn is not installed (--without)", True),
         ("flash_attn is not installed", True),
         ("mamba_ssm is not installed; flash_attn is not installed", True),
-        ("lane h200 has given flash-attn up (wheels/manifest.toml)", True),
+        ("lane h200 has given flash-attn up (lanes/h200/lane.toml)", True),
         ("flash-attn 2.8.3 is built for torch 2.11, not 2.15.0", True),
         ("flash_attn-2.8.3+cu130-cp312-cp312-linux_x86_64.whl: sha256 aaaa, expected bbbb", True),
         ("not built: bumpgate wheels build --lane h200 --torch 2.15.0 --package flash-attn", True),

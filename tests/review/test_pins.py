@@ -10,10 +10,11 @@ import pytest
 
 from bumpgate.core import lanes
 from bumpgate.core.toml import tomllib
-from bumpgate.env.locks import Lock, Locked, Wheel, lane_lock, read_lock, write_lock
+from bumpgate.env.lane import lane_lock
+from bumpgate.env.locks import Lock, Locked, Wheel, read_lock, write_lock
 from bumpgate.process.file_transaction import AdoptionError
 from bumpgate.review.requirements import moved_requirements
-from tests.support.adopting import VERSIONS, AdoptTree, wheels
+from tests.support.adopting import LANE, VERSIONS, AdoptTree, wheels
 from tests.support.local_index import LocalIndex, fake_wheel
 from tests.support.tree import ROOT
 
@@ -170,11 +171,8 @@ def tree(frozen: AdoptTree, tmp_path: Path) -> Iterator[AdoptTree]:
 
 
 def declare(tree: AdoptTree, field: str) -> None:
-    """Write a field of the lane cpu into pyproject.toml."""
-    head = "[tool.bumpgate.lanes.cpu]\n"
-    text = (tree.root / "pyproject.toml").read_text()
-    assert head in text
-    tree.write("pyproject.toml", text.replace(head, f"{head}{field}\n"))
+    """Declare the lane cpu with a further field."""
+    tree.write("lanes/cpu/lane.toml", f"{field}\n{LANE}")
 
 
 def adopted(tree: AdoptTree) -> str:
@@ -206,7 +204,7 @@ def test_freeze_after_an_adoption_keeps_it(field: str, tree: AdoptTree) -> None:
 
 
 def test_adopt_without_a_pyproject_writes_the_requirements_file(tree: AdoptTree) -> None:
-    """What `bumpgate init` makes: bumpgate.toml, a requirements file, and neither lock nor manifest."""
+    """What `bumpgate init` makes: bumpgate.toml, a requirements file, and no lock."""
     options = tomllib.loads((tree.root / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     markers = "".join(f"    {marker}\n" for marker in options["markers"])
     tree.write(
@@ -217,9 +215,9 @@ def test_adopt_without_a_pyproject_writes_the_requirements_file(tree: AdoptTree)
         '[lanes.cpu]\ndevice = "cpu"\nrequirements = "requirements.txt"\ncanaries = "suites/canaries"\n',
     )
     tree.write("requirements.txt", "pytest==99.0\ntorch==9.9.0\n")
-    for name in ("pyproject.toml", "wheels/manifest.toml", "wheels/pylock.cpu.toml"):
-        (tree.root / name).unlink()
-    written = "wheels/pylock.cpu.toml, requirements.txt, baselines/cpu.json, baselines/adoptions.toml"
+    (tree.root / "pyproject.toml").unlink()
+    shutil.rmtree(tree.root / "lanes")
+    written = "lanes/cpu/pylock.toml, requirements.txt, baselines/cpu.json, baselines/adoptions.toml"
     assert adopted(tree) == f"wrote {written}; review: git diff"
     assert (tree.root / "requirements.txt").read_text() == "pytest==99.0\ntorch==9.10.0\n"
 

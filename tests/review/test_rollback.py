@@ -14,7 +14,8 @@ from bumpgate.core.baseline import load
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.env import freeze, store
 from bumpgate.env.build import installed
-from bumpgate.env.locks import Wheel, lane_lock, read_lock
+from bumpgate.env.lane import LaneContext, lane_lock
+from bumpgate.env.locks import Wheel, read_lock
 from bumpgate.env.store import StoreError
 from bumpgate.process.home import home
 from bumpgate.process.runner import LaneRun
@@ -22,8 +23,9 @@ from bumpgate.review import rollback
 from bumpgate.review.rollback import smoke_tests
 from suites.support.lanes import LANES
 from suites.support.planted import planted
+from tests.support.lane_files import FAST, declare_lanes, write_lane
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
-from tests.support.tree import FAST_MANIFEST, ROOT, declare_lanes
+from tests.support.tree import ROOT
 
 EXTRAS = """[project]
 name = "bumpgate"
@@ -43,10 +45,10 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "tree"
     root.mkdir()
     declare_lanes(root)
+    write_lane(root, "h200", FAST.format(torch="1.0"))
     for name, text in (
         ("pyproject.toml", EXTRAS),
-        ("wheels/manifest.toml", FAST_MANIFEST.format(torch="1.0")),
-        ("xla/make_cuda_stubs.py", STUBS),
+        ("lanes/v6e/make_cuda_stubs.py", STUBS),
     ):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(text)
@@ -59,7 +61,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with LocalIndex(wheels) as index:
         isolated(monkeypatch, tmp_path, index.url)
         for lane in LANES:
-            freeze.freeze(root, lane, find_links=(str(tmp_path / "built"),))
+            freeze.freeze(LaneContext(root, lane), find_links=(str(tmp_path / "built"),))
     shutil.rmtree(tmp_path / "built")
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "another cache"))
     monkeypatch.chdir(root)

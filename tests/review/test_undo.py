@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.env.locks import lane_lock
+from bumpgate.env.lane import lane_lock
 from bumpgate.history import adoptions
 from bumpgate.history.adoptions import Adoption
 from bumpgate.process.file_transaction import ADOPTION, JOURNAL, Operation, digest
 from suites.support.planted import planted
-from tests.support.adopting import LOG, MANIFEST, WRITTEN, AdoptTree, patched, wheels
+from tests.support.adopting import LANE, LOG, WRITTEN, AdoptTree, patched, wheels
 from tests.support.local_index import LocalIndex
 from tests.support.project import Result
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long(40)
 
 ADOPT = ("adopt", "9.10.0/gate.json")
 UNDO = ("rollback", "cpu", "--adoption", "--no-smoke")
-EARLIER = MANIFEST.replace("==9.9.0", "==9.8.0")
+EARLIER = LANE.replace("reason", "earlier reason")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdoptTree]:
     folder = tmp_path_factory.mktemp("undo")
     with LocalIndex(wheels(folder / "wheels")) as index:
         tree = AdoptTree(folder / "tree", index, folder / "home")
-        path = "wheels/manifest.toml"
+        path = "lanes/cpu/lane.toml"
         now = (tree.root / path).read_text()
         (tree.home / "adoptions").mkdir(parents=True, exist_ok=True)
         (tree.home / "adoptions" / digest(EARLIER)).write_text(EARLIER)
@@ -81,7 +81,7 @@ def undone(tree: AdoptTree, before: list[bytes | None], *arguments: str) -> Resu
 
 
 @planted("C39", "kill -9 between two of a rollback's writes")
-@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_killed_rollback_is_finished_by_the_same_command(tree: AdoptTree, at: int) -> None:
     before = adopted(tree)
     kill = f"if len(seen) == {at}: os.kill(os.getpid(), 9)"
@@ -98,18 +98,18 @@ def test_killed_rollback_is_finished_by_the_same_command(tree: AdoptTree, at: in
 
 def test_adoption_of_another_lane_that_was_cut_short_is_no_undo(tree: AdoptTree) -> None:
     before = adopted(tree)
-    tree.write("wheels/pylock.h200.toml", "new")
-    files = {"wheels/pylock.h200.toml": {"before": None, "after": digest("new")}}
+    tree.write("lanes/h200/pylock.toml", "new")
+    files = {"lanes/h200/pylock.toml": {"before": None, "after": digest("new")}}
     cut = vars(Operation(ADOPTION, "h200"))
     tree.write(str(JOURNAL), json.dumps({**cut, "files": files}))
     done = undone(tree, before)
-    assert done.out.startswith("restored wheels/pylock.h200.toml: the adoption of lane h200 was cut short\n")
-    assert not (tree.root / "wheels/pylock.h200.toml").exists()
+    assert done.out.startswith("restored lanes/h200/pylock.toml: the adoption of lane h200 was cut short\n")
+    assert not (tree.root / "lanes/h200/pylock.toml").exists()
 
 
 def test_adoption_that_was_cut_short_is_all_that_is_undone(tree: AdoptTree) -> None:
     before = tree.files()
-    assert patched(tree, "if len(seen) == 5: os.kill(os.getpid(), 9)", *ADOPT)[0] == -9
+    assert patched(tree, "if len(seen) == 4: os.kill(os.getpid(), 9)", *ADOPT)[0] == -9
     done = tree.bumpgate(*UNDO)
     assert done.code == 0, done.err
     assert "the adoption of lane cpu was cut short\n" in done.out
@@ -139,7 +139,7 @@ def test_failed_rollback_is_finished_before_another_one(
     assert "rollback cpu: 2 wheels built by their hashes in " in done.out
     assert adoptions.load(tree.root).unverified == frozenset()
     assert tree.bumpgate(*UNDO).code == 0
-    assert (tree.root / "wheels/manifest.toml").read_text() == EARLIER
+    assert (tree.root / "lanes/cpu/lane.toml").read_text() == EARLIER
 
 
 def test_first_adoption_of_a_lane_without_a_lock_is_undone(tree: AdoptTree) -> None:

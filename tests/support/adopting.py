@@ -39,17 +39,12 @@ VERSIONS = {
     "9.11.0": {"CATEGORY": "FutureWarning", "BREAKS": 13, "HASH": "cccc", "BYTES": 100},
     "9.12.0": {"CATEGORY": "FutureWarning", "BREAKS": 14, "HASH": "dddd", "BYTES": 100},
 }
-MANIFEST = """schema = 1
-# The reason for this row.
-[environment.cpu]
-status = "adopted"
-lane = "cpu"
-source = "a test"
-python = ">=3.10"
-torch = "==9.9.0"  # reviewed
+LANE = """# The reason for this lane.
+device = "cpu"
+canaries = "suites/canaries"
 """
 NODE = "suites/release/test_facts.py::test_facts[cpu]"
-WRITTEN = ("wheels/pylock.cpu.toml", "wheels/manifest.toml", "pyproject.toml", "baselines/cpu.json")
+WRITTEN = ("lanes/cpu/pylock.toml", "pyproject.toml", "baselines/cpu.json")
 LOG = "baselines/adoptions.toml"
 
 
@@ -77,10 +72,8 @@ class AdoptTree(Project):
         text = (root / "pyproject.toml").read_text()
         text = re.sub(r"^suite = \[.*?^\]", 'suite = ["pytest==99.0"]', text, flags=re.MULTILINE | re.DOTALL)
         text = re.sub(r"^cpu = .*$", 'cpu = ["bumpgate[suite]", "torch==9.9.0"]', text, flags=re.MULTILINE)
-        # A rollback then runs the canaries: the tests of the lane's smoke suite are no part of this tree.
-        text = re.sub(r"^smoke = \[.*?^\]\n", "", text, flags=re.MULTILINE | re.DOTALL)
         self.write("pyproject.toml", text)
-        self.write("wheels/manifest.toml", MANIFEST)
+        self.write("lanes/cpu/lane.toml", LANE)
         self.tests(CANARY, "suites/canaries/test_canaries.py")
         self.tests(TEST, "suites/release/test_facts.py")
         facts = VERSIONS["9.9.0"]

@@ -23,7 +23,8 @@ from bumpgate.gate.result import Gate, GateConfig, SideState
 from bumpgate.gate.sides import EnvSpec
 from bumpgate.gate.view import View
 from bumpgate.process.runner import NOTHING_SELECTED, Installed, LaneCall, LaneRun
-from tests.support.tree import CANARIES, declare_lanes
+from tests.support.lane_files import declare_lanes
+from tests.support.tree import CANARIES
 
 COUNT_TEST = "suites/compile/test_a.py::test_count[cpu]"
 TIME_TEST = "suites/throughput/test_b.py::test_time[cpu]"

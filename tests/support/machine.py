@@ -27,7 +27,8 @@ class Witness:
                 file.write(repr(os.environ.get("CUDA_VISIBLE_DEVICES")) + "\\n")
 sys.meta_path.insert(0, Witness())
 """
-COPIED = ("launch/contract.toml", "launch/contract.lock", "pyproject.toml", "wheels/manifest.toml")
+LANE, LOCK = "lanes/cpu/lane.toml", "lanes/cpu/pylock.toml"
+COPIED = ("launch/contract.toml", "launch/contract.lock", "pyproject.toml")
 LINKED = ("bumpgate", "kernels", "model", "suites", "conftest.py", "baselines")
 
 
@@ -43,6 +44,7 @@ class Machine:
         for name in COPIED:
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
+        shutil.copytree(ROOT / "lanes", self.root / "lanes")
         for path in (*map(ROOT.joinpath, LINKED), *(ROOT / "launch").iterdir()):
             if not (link := self.root / path.relative_to(ROOT)).exists():
                 link.symlink_to(path)

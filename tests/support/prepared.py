@@ -13,7 +13,7 @@ from pathlib import Path
 from bumpgate.core.baseline import Baseline, Reviewed, load, save
 from bumpgate.env.store import sha256_of
 from bumpgate.env.uv import find_uv
-from tests.support.adopting import MANIFEST, AdoptTree
+from tests.support.adopting import LANE, AdoptTree
 from tests.support.local_index import LocalIndex, fake_wheel
 from tests.support.project import Result
 
@@ -29,17 +29,17 @@ def test_peer(lane, name, row):
     row(f"kernels/{name}/over_peer", __import__(name).SPEED, unit="ratio", witness=1, rule="R1")
 """
 TABLES = """
-[environment.cpu.wheels.fast]
+[wheels.fast]
 version = "1.0"
 torch = "9.9.0"
 sha256 = "{sha256}"
 sdist = "{sdist}"  # from PyPI
 
-[environment.cpu.wheels.faster]
+[wheels.faster]
 version = "1.0"
 torch = "9.9.0"
 
-[smoke.faster]
+[wheels.faster.smoke]
 command = ["-m", "faster"]
 device = "cuda"
 cases = ["a"]
@@ -70,7 +70,7 @@ class PreparedTree(AdoptTree):
         self.kernels = home / "kernels"
         kernel_wheels(self.kernels)
         tables = TABLES.format(sha256=sha256_of(self.wheel("old", "fast")), sdist=SDIST)
-        self.write("wheels/manifest.toml", MANIFEST + tables)
+        self.write("lanes/cpu/lane.toml", LANE + tables)
         project = (root / "pyproject.toml").read_text()
         self.write("pyproject.toml", project.replace('cpu = ["bumpgate[suite]", "torch==9.9.0"]', EXTRA))
         self.tests(PEERS, "suites/kernels/test_peers.py")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from bumpgate.core.baseline import Baseline, Reviewed, save
 from bumpgate.core.rows import Record, read_record
+from tests.support.lane_files import declare_lanes
 
 REPO = Path(__file__).parents[2]
 # Plugins required by pyproject.toml; other installed plugins only cost start-up time.
@@ -71,6 +72,7 @@ class Project:
         self.processes: list[subprocess.Popen[str]] = []
         for name in ("conftest.py", "pyproject.toml"):
             shutil.copy(REPO / name, root / name)
+        declare_lanes(root)
         self.write("suites/__init__.py", "")
         # Links, so that the compiled modules are shared between projects.
         for name in ("bumpgate", "suites/support"):

@@ -10,9 +10,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tomli_w
-
-from bumpgate.core.toml import tomllib
 from tests.support.project import PLUGINS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -24,31 +21,13 @@ PARTS = (
     "model",
     "suites",
     "baselines",
-    "wheels",
+    "lanes",
     "conftest.py",
     "pyproject.toml",
 )
 RUN_SECONDS = 420
 # The canaries of the lanes cpu and h200.
 CANARIES = "suites/canaries"
-# The adopted row of a lane with one kernel wheel, of the package fast.
-FAST_MANIFEST = """schema = 1
-[environment.h200]
-status = "adopted"
-lane = "h200"
-source = "a test"
-python = ">=3.10"
-torch = "=={torch}"
-[environment.h200.wheels.fast]
-version = "1.0"
-torch = "{torch}"
-"""
-
-
-def declare_lanes(root: Path) -> None:
-    """Declare the lanes of this repository in a folder that has none of its files."""
-    lanes = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["bumpgate"]["lanes"]
-    (root / "bumpgate.toml").write_text(tomli_w.dumps({"lanes": lanes}))
 
 
 def copy_tree(target: Path) -> Path:

@@ -20,6 +20,7 @@ from suites.kernels.workloads import Case, Work
 from suites.support import absent
 from suites.support.gpu_timing import Timing
 from suites.support.planted import planted
+from tests.support.lane_files import write_lane
 from tests.support.project import Project
 
 BODY = """
@@ -77,27 +78,16 @@ def test_gate_accepts_peers_that_it_found_absent(reviewed: Project) -> None:
     assert f"NOT RUN       kernels/a/over_peer: {REASON}" in done.out
 
 
-GIVEN_UP = """schema = 1
-[environment.mine]
-status = "adopted"
-lane = "{lane}"
-source = "a test"
-python = ">=3.10"
-torch = "==9.9.0"
-without = ["No_Such.Peer"]
-"""
-
-
 @planted("C39", "a wheel that another lane has given up")
 @pytest.mark.parametrize(("lane", "code"), [("cpu", 0), ("h200", 1)])
 def test_gate_accepts_peers_that_the_lane_has_given_up(reviewed: Project, lane: str, code: int) -> None:
-    reviewed.write("wheels/manifest.toml", GIVEN_UP.format(lane=lane))
+    write_lane(reviewed.root, lane, without=["No_Such.Peer"])
     done = reviewed.pytest("-m", "cpu", "-n", "0", "--gate")
     assert done.code == code, done.out
     why = (
         "no_such_peer is not installed"
         if code
-        else "lane cpu has given no-such-peer up (wheels/manifest.toml)"
+        else "lane cpu has given no-such-peer up (lanes/cpu/lane.toml)"
     )
     assert f"NOT RUN       kernels/a/over_peer: {why}" in done.out
 

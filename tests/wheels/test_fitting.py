@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from bumpgate.core.errors import BumpgateError
-from bumpgate.env.build import Environment, NotInstallable, build, lane_request
+from bumpgate.env.build import Environment, NotInstallable, build
 from bumpgate.env.inventory import Distribution
+from bumpgate.env.lane import lane_request
 from bumpgate.wheels import fitting
 from bumpgate.wheels.fitting import VARIABLE, Fitted, Fitter, missing
 from suites.support.planted import planted
 from tests.support import builds
 from tests.support.builds import JUDGE, bisecting, make_builds
+from tests.support.lane_files import FAST, declare_lanes, write_lane
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
-from tests.support.tree import FAST_MANIFEST, declare_lanes
 
 # Weeks whose torch has a wheel of the package fast.
 FITTING = (0, 2, 3, 11)
@@ -38,9 +39,8 @@ def tree(index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "bumpgate"\n[project.optional-dependencies]\nh200 = []\n'
     )
-    for folder in ("wheels", "baselines"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "wheels" / "manifest.toml").write_text(FAST_MANIFEST.format(torch="2.0.0"))
+    (tmp_path / "baselines").mkdir()
+    write_lane(tmp_path, "h200", FAST.format(torch="2.0.0"))
     for week in FITTING:
         label = f"1.0+torch{'.'.join(builds.torch(week).split('.')[:2])}"
         fake_wheel(tmp_path / "links", "fast", label, requires=["torch"])
@@ -71,9 +71,8 @@ def test_suites_are_given_the_reason_for_an_absent_wheel(tree: Path) -> None:
 
 
 def test_wheel_that_was_given_up_is_added_where_it_fits(tree: Path) -> None:
-    """Where none fits, its absence needs no reason: the suites read it from the manifest."""
-    path = tree / "wheels" / "manifest.toml"
-    path.write_text(path.read_text().replace('lane = "h200"\n', 'lane = "h200"\nwithout = ["fast"]\n'))
+    """Where none fits, its absence needs no reason: the suites read it from the lane."""
+    write_lane(tree, "h200", FAST.format(torch="2.0.0"), without=["fast"])
     fitter = Fitter(tree, "h200", (str(tree / "links"),))
     fits, none = (fitter(lane_request(tree, "h200", f"torch==2.{week}.0")) for week in (2, 5))
     assert (fits.packages.get("fast"), none.packages.get("fast")) == ("1.0+torch2.2", None)

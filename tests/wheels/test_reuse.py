@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 from bumpgate.env.inventory import take
+from bumpgate.env.lane import LaneContext
 from bumpgate.env.locks import Wheel
 from bumpgate.env.store import put, sha256_of
 from bumpgate.process.child import Interpreter
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target
-from bumpgate.wheels.plan import build_of, plan, read_manifest
+from bumpgate.wheels.plan import build_of, plan
+from tests.support.lane_files import FAST, write_lane
 from tests.support.local_index import isolated
-from tests.support.tree import FAST_MANIFEST, ROOT
+from tests.support.tree import ROOT
 from tests.support.wheel_files import wheel
 
 CODE = "def run(n):\n    return f'cpu:{n}'\n"
@@ -31,17 +33,14 @@ def target() -> Target:
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     isolated(monkeypatch, tmp_path, "http://127.0.0.1:9/index")
-    (tmp_path / "pyproject.toml").write_text(
-        '[project]\nname = "bumpgate"\n[tool.bumpgate.lanes.h200]\ndevice = "cuda"\n'
-    )
-    (tmp_path / "wheels").mkdir()
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "bumpgate"\n')
     (tmp_path / "links").mkdir()
     return tmp_path
 
 
-def manifest(tree: Path, version: str, target: Target) -> None:
-    text = FAST_MANIFEST.format(torch=target.found.torch_version)
-    (tree / "wheels/manifest.toml").write_text(text.replace('version = "1.0"', f'version = "{version}"'))
+def declare(tree: Path, version: str, target: Target) -> None:
+    text = FAST.format(torch=target.found.torch_version)
+    write_lane(tree, "h200", text.replace('version = "1.0"', f'version = "{version}"'))
 
 
 def pure(folder: Path, code: str = CODE) -> Path:
@@ -53,7 +52,7 @@ def pure(folder: Path, code: str = CODE) -> Path:
 def lock(tree: Path, path: Path) -> Wheel:
     """Lock a wheel as version 1.0."""
     found = Wheel(path.name, sha256_of(path))
-    (tree / "wheels/pylock.h200.toml").write_text(
+    (tree / "lanes/h200/pylock.toml").write_text(
         'lock-version = "1.0"\ncreated-by = "t"\n[[packages]]\nname = "fast"\nversion = "1.0"\n'
         f'wheels = [{{ name = "{path.name}", path = "x", hashes = {{ sha256 = "{found.sha256}" }} }}]\n'
     )
@@ -62,21 +61,21 @@ def lock(tree: Path, path: Path) -> Wheel:
 
 def test_built_wheel_of_another_version_is_not_reused(tree: Path, target: Target) -> None:
     """Its row has no sha256 of a source distribution: `wheels build --sdist FILE` made it."""
-    manifest(tree, "1.0", target)
-    (old,) = read_manifest(tree).adopted("h200").wheels
-    store.put(build_of(tree, old, target), pure(tree / "made"))
-    (choice,) = plan(tree, "h200", target, [])
+    declare(tree, "1.0", target)
+    (old,) = LaneContext(tree, "h200").packages.wheels
+    store.put(build_of(LaneContext(tree, "h200"), old, target), pure(tree / "made"))
+    (choice,) = plan(LaneContext(tree, "h200"), target, [])
     assert choice.wheel is not None
-    manifest(tree, "2.0", target)
-    (choice,) = plan(tree, "h200", target, [])
+    declare(tree, "2.0", target)
+    (choice,) = plan(LaneContext(tree, "h200"), target, [])
     assert choice.wheel is None
 
 
 def test_locked_wheel_of_another_version_is_not_reused(tree: Path, target: Target) -> None:
     path = pure(tree / "made")
     put(lock(tree, path), [path.read_bytes()])
-    manifest(tree, "2.0", target)
-    (choice,) = plan(tree, "h200", target, [])
+    declare(tree, "2.0", target)
+    (choice,) = plan(LaneContext(tree, "h200"), target, [])
     assert choice.wheel is None
 
 
@@ -84,9 +83,9 @@ def test_locked_wheel_of_another_version_is_not_reused(tree: Path, target: Targe
 def test_adopted_torch_uses_the_adopted_file_only(tree: Path, target: Target, sums: bool) -> None:
     """The SHA256SUMS of a folder does not replace the hash of the lock."""
     lock(tree, pure(tree / "made"))
-    manifest(tree, "1.0", target)
+    declare(tree, "1.0", target)
     other = pure(tree / "links", CODE + "# other bytes\n")
     if sums:
         (tree / "links/SHA256SUMS").write_text(f"{sha256_of(other)}  {other.name}\n")
-    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    (choice,) = plan(LaneContext(tree, "h200"), target, [str(tree / "links")])
     assert choice.wheel is None

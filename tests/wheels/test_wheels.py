@@ -21,6 +21,7 @@ import pytest
 from bumpgate import cli
 from bumpgate.core.errors import BumpgateError
 from bumpgate.env.inventory import take
+from bumpgate.env.lane import LaneContext
 from bumpgate.env.store import StoreError, sha256_of
 from bumpgate.process.child import Interpreter
 from bumpgate.wheels import build as building
@@ -29,8 +30,9 @@ from bumpgate.wheels.audit import Target, gpu_archs
 from bumpgate.wheels.plan import Choice, plan
 from suites.support.planted import planted
 from suites.wheels import extensions
+from tests.support.lane_files import FAST, write_lane
 from tests.support.local_index import LocalIndex, isolated
-from tests.support.tree import FAST_MANIFEST, ROOT
+from tests.support.tree import ROOT
 from tests.support.wheel_files import difference, gpu_code, sdist, wheel
 
 pytestmark = pytest.mark.long(66)
@@ -39,13 +41,11 @@ pytestmark = pytest.mark.long(66)
 TORCH = "2.13" if version("torch").startswith("2.11.") else "2.11"
 PROJECT = """[project]
 name = "bumpgate"
-[tool.bumpgate.lanes.h200]
-device = "cuda"
 """
-MANIFEST = (
-    FAST_MANIFEST.format(torch="2.0.0")
+TABLES = (
+    FAST.format(torch="2.0.0")
     + """sdist = "{sdist}"
-[smoke.fast]
+[wheels.fast.smoke]
 command = ["-c", "import fast, sys; found = fast.run(int(sys.argv[1])); assert found == 'cpu:' + sys.argv[1], found"]
 cases = ["1", "3"]
 device = "cpu"
@@ -90,8 +90,7 @@ def target() -> Target:
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     isolated(monkeypatch, tmp_path, "http://127.0.0.1:9/index")
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / "manifest.toml").write_text(MANIFEST.format(sdist="a" * 64))
+    write_lane(tmp_path, "h200", TABLES.format(sdist="a" * 64))
     (tmp_path / "links").mkdir()
     monkeypatch.setattr("shutil.which", lambda name, **_: None if name == "nvcc" else f"/usr/bin/{name}")
     return tmp_path
@@ -137,7 +136,7 @@ def test_plan_refuses_an_invalid_wheel(
     path = wheel(tree / "links", data, **changes)  # type: ignore[arg-type]
     if spoil:
         spoil(path)
-    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    (choice,) = plan(LaneContext(tree, "h200"), target, [str(tree / "links")])
     assert (choice.action, choice.wheel) == ("absent", None)
     assert words in choice.reason
     assert "\n" not in choice.reason
@@ -145,7 +144,7 @@ def test_plan_refuses_an_invalid_wheel(
 
 def test_plan_reuses_a_valid_wheel(built: dict[str, bytes], tree: Path, target: Target) -> None:
     path = wheel(tree / "links", built["right"] + gpu_code(90))
-    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    (choice,) = plan(LaneContext(tree, "h200"), target, [str(tree / "links")])
     assert choice == Choice(
         "fast", "1.0", "reuse", f"{path.name} passes its audit; run over shapes of the model", path
     )
@@ -156,11 +155,11 @@ def test_plan_reuses_a_wheel_without_extension_and_notes_it(tree: Path, target: 
     path = wheel(
         tree / "links", b"", "def run(n):\n    return f'cpu:{n}'\n", library="README", tag="py3-none-any"
     )
-    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    (choice,) = plan(LaneContext(tree, "h200"), target, [str(tree / "links")])
     assert (choice.action, choice.wheel) == ("reuse", path)
     assert choice.reason.endswith("; no compiled extension: Python and Triton only")
     wheel(tree / "links", b"", "import fast.absent\n", library="README", tag="py3-none-any")
-    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    (choice,) = plan(LaneContext(tree, "h200"), target, [str(tree / "links")])
     assert (choice.action, "does not import" in choice.reason) == ("absent", True)
 
 
@@ -171,7 +170,7 @@ def test_wheel_without_a_file_of_its_record_is_refused(tree: Path, target: Targe
         for name in whole.namelist():
             if not name.endswith("late.py"):
                 part.writestr(name, whole.read(name))
-    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    (choice,) = plan(LaneContext(tree, "h200"), target, [str(tree / "links")])
     assert (choice.action, "fast/late.py of its RECORD is not in" in choice.reason) == ("absent", True)
 
 
@@ -184,9 +183,9 @@ def test_plan_reads_file_urls_and_pages(kind: str, tree: Path, target: Target) -
         place = {"file URL": path.parent.as_uri(), "page": f"{index.url}/fast"}.get(kind, "/none")
         if kind == "absent":
             with pytest.raises(BumpgateError, match=r"^/none: no such folder of wheels"):
-                plan(tree, "h200", target, [place])
+                plan(LaneContext(tree, "h200"), target, [place])
             return
-        (choice,) = plan(tree, "h200", target, [place])
+        (choice,) = plan(LaneContext(tree, "h200"), target, [place])
     assert choice.wheel is not None
     assert (choice.action, sha256_of(choice.wheel)) == ("reuse", sha256_of(path))
 
@@ -196,7 +195,7 @@ def test_plan_selects_the_valid_wheel_among_invalid_ones(
 ) -> None:
     wheel(tree / "links", built["right"], version="1.0+torch2.5")
     path = wheel(tree / "links", built["right"])
-    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    (choice,) = plan(LaneContext(tree, "h200"), target, [str(tree / "links")])
     assert (choice.action, choice.wheel) == ("reuse", path)
 
 
@@ -205,11 +204,11 @@ def test_plan_without_a_device_requires_a_torch_label(
     version: str, built: dict[str, bytes], tree: Path, target: Target
 ) -> None:
     """A changed struct layout keeps its symbols; without a device only the label of its torch shows it."""
-    manifest = tree / "wheels" / "manifest.toml"
-    manifest.write_text(manifest.read_text().replace('device = "cpu"', 'device = "cuda"'))
+    path = tree / "lanes/h200/lane.toml"
+    path.write_text(path.read_text().replace('device = "cpu"', 'device = "cuda"'))
     version = version.replace("+torch", f"+torch{'.'.join(target.found.torch_version.split('.')[:2])}")
     wheel(tree / "links", built["right"], version=version)
-    (choice,) = plan(tree, "h200", target, [str(tree / "links")])
+    (choice,) = plan(LaneContext(tree, "h200"), target, [str(tree / "links")])
     assert (choice.action, "no device here" in choice.reason) == (
         "reuse" if "+" in version else "absent",
         True,
@@ -367,27 +366,26 @@ def test_build_audits_and_stores_a_wheel(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The sources of the package do not compile before the manifest's patch is applied."""
+    """The sources of the package do not compile before the lane's patch is applied."""
     code = extensions.MODULE.format(code=extensions.NARROW[0], body=extensions.NARROW[1])
     archive = sdist(tree / "sources", code)
-    manifest = tree / "wheels" / "manifest.toml"
-    manifest.write_text(MANIFEST.format(sdist=sha256_of(archive)))
+    write_lane(tree, "h200", TABLES.format(sdist=sha256_of(archive)))
     (tree / "pyproject.toml").write_text(PROJECT)
     (tree / "baselines").mkdir()
     monkeypatch.chdir(tree)
     broken = sdist(tree / "broken", ERROR)
     build = ("build", "--lane", "h200", "--python", sys.executable, "--package", "fast", "--sdist")
     assert run(monkeypatch, *build, str(broken)) == 1
-    assert "wheels/manifest.toml has" in capsys.readouterr().err
-    manifest.write_text(MANIFEST.format(sdist=sha256_of(broken)))
+    assert "the lane has" in capsys.readouterr().err
+    write_lane(tree, "h200", TABLES.format(sdist=sha256_of(broken)))
     assert run(monkeypatch, *build, str(broken), "--jobs", "1") == 1
     err = capsys.readouterr().err
     assert "fast 1.0: exit " in err
     assert "error: #error not a program" in err
     assert "the same command continues it" in err
     assert "not a program" in Path(err.partition("(log: ")[2].split(";")[0]).read_text()
-    patch = manifest.with_name("fast.patch")
-    manifest.write_text(MANIFEST.format(sdist=sha256_of(broken) + f'"\npatch = "{patch.name}'))
+    patch = tree / "lanes/h200/fast.patch"
+    write_lane(tree, "h200", TABLES.format(sdist=sha256_of(broken) + f'"\npatch = "{patch.name}'))
     assert run(monkeypatch, *build, str(broken)) == 4
     assert f"{patch}: the patch of fast is missing" in capsys.readouterr().err
     patch.write_text(difference("#error of another version\n", code))

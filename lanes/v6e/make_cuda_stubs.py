@@ -1,6 +1,6 @@
 """Stubs for the NVIDIA libraries that a CUDA build of torch links, so that it imports without CUDA installed.
 
-    python xla/make_cuda_stubs.py [SITE_PACKAGES]
+    python lanes/v6e/make_cuda_stubs.py [SITE_PACKAGES]
 
 For every NVIDIA library that a torch library needs and that is not installed, write torch/lib/LIBRARY.so.N with each
 symbol that torch imports from it, with the symbol's version: the loader asserts that versions match. A call into a
