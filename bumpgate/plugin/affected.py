@@ -6,7 +6,7 @@ A Python file depends on
 
 * the modules that it imports, and the `__init__.py` of their packages;
 * each tracked file that a string in it names: a module (`"suites.cache.restart"`), a path or a file name
-  (`"manifest.toml"`), a pattern (`glob("*/op.py")`), or an f-string (`f"kernels.{op}.op"`);
+  (`"lane.toml"`), a pattern (`glob("*/op.py")`), or an f-string (`f"kernels.{op}.op"`);
 * the conftest.py and `__init__.py` files of its folder and of those above it.
 
 An import is looked for in each folder that is no package, such as `src` or that of the test.
