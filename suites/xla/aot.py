@@ -7,7 +7,6 @@ Every private name of jax that this project reads is in this file; jax and libtp
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import tempfile
@@ -15,6 +14,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 # A compile-only client must not query the metadata server, and jax itself needs no TPU.
 ENVIRONMENT = {"PJRT_DEVICE": "CPU", "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
@@ -49,8 +50,7 @@ def chips(topology: str) -> Any:
 
     # No chip is used here, so libtpu's lock of one process per chip protects nothing.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    with open(Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.libtpu", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.libtpu"):
         return topologies.get_topology_desc(topology, platform="tpu").devices
 
 

@@ -81,7 +81,9 @@ def a_gate(folder: Path, lane: str, decision: str, **changes: object) -> None:
         "decision": decision,
         "finished": True,
         "findings": findings if decision == "HOLD" else [],
-        "sides": {s: {"packages": {"torch": v}} for s, v in (("good", "2.13.0+cpu"), ("bad", "2.14.0+cpu"))},
+        "sides": {
+            s: {"packages": {"torch": v}} for s, v in (("adopted", "2.13.0+cpu"), ("candidate", "2.14.0+cpu"))
+        },
     }
     (folder / f"bumpgate-{lane}").mkdir()
     (folder / f"bumpgate-{lane}" / "gate.json").write_text(json.dumps(raw | changes))
