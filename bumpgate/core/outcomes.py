@@ -51,7 +51,7 @@ def is_outcome(row: Row) -> bool:
 
 
 def is_skipped(row: Row) -> bool:
-    """Return whether a row is of a test that was skipped: nothing was checked."""
+    """Return whether a row belongs to a skipped test, in which nothing was checked."""
     return row.value == SKIPPED and is_outcome(row)
 
 

@@ -9,7 +9,7 @@ A Python file depends on
   (`"lane.toml"`), a pattern (`glob("*/op.py")`), or an f-string (`f"kernels.{op}.op"`);
 * the conftest.py and `__init__.py` files of its folder and of those above it.
 
-An import is looked for in each folder that is no package, such as `src` or that of the test.
+An import is looked for in each folder that is no package, such as `src` or the folder of the test.
 
 Every test depends on a file that no test file depends on in these ways, on pyproject.toml, bumpgate.toml, the
 configuration of pytest and the baselines. For bumpgate itself only the imports count.
@@ -60,7 +60,7 @@ def changed(root: Path, base: str) -> set[str]:
 
 
 def affected(root: Path, tests: Iterable[str], paths: Iterable[str]) -> set[str]:
-    """Return those of the test files that depend on one of the changed `paths`; all paths relative to `root`."""
+    """Return the test files that depend on one of the changed `paths`; all paths are relative to `root`."""
     tests, graph = set(tests), graph_of(root)
     known = closure(graph, *tests, *filter(_is_test, graph))
     left = {path for path in paths if path in known or not PROSE.search(path)}
@@ -140,7 +140,7 @@ class _Names:
                 yield _module(str(PurePosixPath(path).relative_to(folder)))
 
     def module(self, name: str) -> set[str]:
-        """Return the files of a module, and those of the packages that contain it."""
+        """Return the files of a module and of the packages that contain it."""
         parts = name.split(".")
         around = (self.importable.get(".".join(parts[:n]), set()) for n in range(1, len(parts) + 1))
         return {path for paths in around for path in paths}

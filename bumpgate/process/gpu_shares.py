@@ -33,7 +33,7 @@ class GpuShare:
     cores: tuple[int, ...] = ()
 
     def variables(self) -> dict[str, str]:
-        """Return env_vars that start a lane on this share."""
+        """Return the environment variables that start a lane on this share."""
         return {VISIBLE: ",".join(self.gpus), VARIABLE: json.dumps(self.cores)}
 
 
@@ -100,10 +100,12 @@ def first_gpu() -> str:
 
 
 def used_gpus(count: int) -> list[str]:
-    """Return the GPUs that a run without `--gpus` may use, of a lane that needs `count`.
+    """Return the GPUs that a run without `--gpus` may use.
 
-    These are those of CUDA_VISIBLE_DEVICES, over which its workers are spread. Without that variable a lane of one GPU
-    runs on the first, and one of several may use all that the driver lists.
+    These are the GPUs in CUDA_VISIBLE_DEVICES, over which the workers are spread. Without that variable a lane of one
+    GPU runs on the first GPU, and a lane of several GPUs may use all that the driver lists.
+
+    count: the number of GPUs that the lane needs.
     """
     return listed() or [str(i) for i in range(max(count, len(gpu_models())) if count > 1 else 1)]
 
@@ -111,8 +113,8 @@ def used_gpus(count: int) -> list[str]:
 def lock_names(gpus: Iterable[str]) -> list[str]:
     """Return the names of the locks of GPUs, in order, so that two processes never wait for each other.
 
-    A UUID, or its beginning, becomes the index where the driver lists it and the GPUs are of one model: CUDA may number
-    those of several models in another order.
+    A UUID, or its beginning, becomes the index in the driver's list if all GPUs are of one model: CUDA may number GPUs
+    of several models in another order.
     """
     uuids = gpu_uuids() if len(set(gpu_models())) == 1 else []
 
@@ -170,7 +172,11 @@ def visible(count: int) -> list[GpuShare]:
 
 @dataclass(frozen=True)
 class Place:
-    """The GPUs of one process of a lane run, and those of the run: names of their locks, in order."""
+    """The GPUs of one process, as names of their locks in order.
+
+    own: the GPUs of the process itself.
+    gpus: all GPUs of its lane run.
+    """
 
     own: Sequence[str]
     gpus: Sequence[str]

@@ -44,9 +44,9 @@ def cores(process: int = 0) -> int | None:
 
 
 def host_cores() -> int | None:
-    """Return the number of cores in this host's class: those that the bumpgate process which started this run may use.
+    """Return the number of cores that this host's class states.
 
-    A run that bumpgate did not start has the cores of this process.
+    It is the number that the bumpgate process which started this run may use; without one, that this process may use.
     """
     try:
         return cores(int(os.environ.get(PARENT, "0")))

@@ -89,8 +89,11 @@ def run_lane(
 ) -> LaneRun:
     """Run `pytest -m LANE SELECTION` under `python`, in a process group that is killed when this call ends.
 
-    selection: paths, node ids and options of pytest. record: output path of the rows; an older file is removed.
-    environment: env_vars in addition to those of this process. timeout: wall seconds. log: default next to `record`.
+    selection: paths, node ids and options of pytest.
+    record: output path of the rows; an older file is removed.
+    environment: variables in addition to the environment of this process.
+    timeout: wall seconds.
+    log: path of the output, by default next to `record`.
     check_import: import torch in a process first, so that a crash there is one line and not a run of crashes.
     Raises KeyboardInterrupt after the run has been stopped and has written its record.
     """
@@ -193,7 +196,9 @@ def by_hand(python: Path, root: Path, command: str, options: Sequence[str]) -> s
 
 
 def child_environment(python: Path, root: Path | None, extra: Mapping[str, str] = {}) -> dict[str, str]:
-    """Return env_vars as if that interpreter's environment were active, without those of ours or of an outer pytest.
+    """Return the variables of a process in which that interpreter's environment is active.
+
+    The variables of this bumpgate and of an outer pytest are left out.
 
     root: a source tree to import from; None for a command that is not ours.
     """

@@ -128,7 +128,7 @@ def sources_in(root: Path, folder: Path) -> list[str]:
 
 
 def _version(root: Path) -> str:
-    """Return the version of this bumpgate, or that it is of the tree itself, whose files are bound with it."""
+    """Return the version of this bumpgate; OWN if it runs from the tree, whose files are bound with it."""
     if Path(__file__).resolve().parents[2] == root.resolve():
         return OWN
     try:
