@@ -35,7 +35,7 @@ from bumpgate.core.errors import BumpgateError, need, one_line
 from bumpgate.core.findings import Decision
 from bumpgate.core.gate_file import GateFile
 from bumpgate.env.request import Request
-from bumpgate.gate.result import NAME
+from bumpgate.gate.state import NAME
 from bumpgate.process.child import last_line, run_child
 from bumpgate.process.home import home
 

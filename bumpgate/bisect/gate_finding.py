@@ -13,7 +13,7 @@ from bumpgate.core import gate_file
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.gate_file import GateFile
-from bumpgate.gate.result import NAME
+from bumpgate.gate.state import NAME
 from bumpgate.process.runner import options_of
 
 SLOWER = "SLOWER"

@@ -31,7 +31,7 @@ from bumpgate.core.rows import ROW_ID, Judgement, ProblemKind, Record, Row, Verd
 from bumpgate.env.build import BuildError, Environment, NotInstallable, release
 from bumpgate.env.packages import lock_variables
 from bumpgate.env.request import Request
-from bumpgate.gate.between import ValueChange, change
+from bumpgate.gate.compare_rows import ValueChange, change
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.process.child import (
     SIGNALLED,

@@ -37,9 +37,9 @@ from bumpgate.env.build import Environment
 from bumpgate.env.compiled import COPIES
 from bumpgate.env.packages import lock_variables
 from bumpgate.gate.duet import run_duet, shares
+from bumpgate.gate.environments import ROUNDS, TEST_SECONDS
 from bumpgate.gate.plan import SessionPlan, SessionRule, plan_for
 from bumpgate.gate.sequential import decide, estimate, summarise
-from bumpgate.gate.sides import ROUNDS, TEST_SECONDS
 from bumpgate.gate.timed import Sessions, reading
 from bumpgate.gate.timed import TimedReading as Times
 from bumpgate.gate.verdict import Side, judge_gate

@@ -66,7 +66,7 @@ class GateFile:
 
     finished: False for a gate that was killed. readings: row id -> log-ratio to the build of a month before
     (bumpgate.gate.drift), if the gate was paired with one. config, binding: its options and the work tree that it
-    measured, as bumpgate.gate.result writes them. moved: one line per package whose version differs between the sides.
+    measured, as bumpgate.gate.state writes them. moved: one line per package whose version differs between the sides.
     """
 
     lane: str
@@ -118,6 +118,11 @@ def read(path: Path) -> Record | GateFile:
         raise GateFileError(f"{path}: neither a record nor a gate ({one_line(error)})") from None
     if not isinstance(raw, dict) or "decision" not in raw:
         return read_record(path)
+    return parse(path, raw)
+
+
+def parse(path: Path, raw: dict[str, Any]) -> GateFile:
+    """Return the gate with this content. path: its file, whose folder has the records. Raises GateFileError."""
     raw = with_current_names(raw)
     if raw.get("schema") != GATE_SCHEMA:
         raise GateFileError(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shlex
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from packaging.utils import canonicalize_name
@@ -20,34 +18,35 @@ from rich.console import Console
 
 from bumpgate.core import accepted, gate_file, lanes
 from bumpgate.core.baseline import find_root
-from bumpgate.core.errors import BumpgateError, ExtraMissingError, one_line
+from bumpgate.core.errors import BumpgateError, ExtraMissingError
 from bumpgate.core.findings import Decision, DriftReading
 from bumpgate.core.gate_file import GateFile
-from bumpgate.env import compiled
-from bumpgate.env.build import BuildError, build
 from bumpgate.env.cached import Disk
-from bumpgate.env.lane import lane_request, require_kernel_wheels
 from bumpgate.env.mirror import copies
-from bumpgate.env.packages import lock_variables
-from bumpgate.env.store import sha256_of
-from bumpgate.gate import drift, metrics, result
-from bumpgate.gate.bench import GateRunner, other_packages
+from bumpgate.gate import drift, metrics, state
+from bumpgate.gate.environments import EnvSpec, environments, keep_locks
+from bumpgate.gate.measure import other_packages, run_gate
+from bumpgate.gate.options import (
+    FAST,
+    GateConfig,
+    GateError,
+    RunOptions,
+    file_digest,
+    require_combination,
+    require_usable,
+    selected_gpus,
+)
 from bumpgate.gate.plan import SessionPlan, plan_for
-from bumpgate.gate.result import Gate, GateConfig, GateError, SideState
-from bumpgate.gate.sides import TITLES, EnvSpec
+from bumpgate.gate.runner import Bench
+from bumpgate.gate.state import Gate, SideState
 from bumpgate.gate.view import View, cut, findings_text
 from bumpgate.history import adoptions
-from bumpgate.process.file_transaction import ADOPTION, interrupted
-from bumpgate.process.gpu_shares import divide, own_cores, requested
-from bumpgate.process.host import gpu_models
+from bumpgate.process.gpu_shares import divide, own_cores
 from bumpgate.process.locks import device_lock
 from bumpgate.process.runner import absolute, installed
 from bumpgate.process.tree_digest import Binding, bind, sources_in
 from bumpgate.table import part_of_lane
-from bumpgate.wheels import fitting as wheels
 
-# Options that the gate sets itself; passing them twice would change the two runs.
-OURS = ("-m", "--record", "--gate", "--launcher")
 INTERRUPTED = 130
 
 
@@ -63,6 +62,8 @@ def command(
     ] = "",
     python_adopted: Annotated[str, typer.Option(help="Adopted side: this interpreter, unchanged.")] = "",
     python_candidate: Annotated[str, typer.Option(help="Candidate side: this interpreter, unchanged.")] = "",
+    python_good: Annotated[str, typer.Option(hidden=True)] = "",
+    python_bad: Annotated[str, typer.Option(hidden=True)] = "",
     python_anchor: Annotated[str, typer.Option(help="Anchor side: this interpreter, unchanged.")] = "",
     without: Annotated[
         list[str] | None,
@@ -97,9 +98,7 @@ def command(
     ] = False,
     fast: Annotated[
         bool,
-        typer.Option(
-            result.FAST, help="An early answer: only tests of a few seconds, and no times. Cannot adopt."
-        ),
+        typer.Option(FAST, help="An early answer: only tests of a few seconds, and no times. Cannot adopt."),
     ] = False,
     disk: Disk = None,
     shell: Annotated[
@@ -116,12 +115,7 @@ def command(
 
     Exit codes: 0 ADOPT, 1 HOLD, 125 UNKNOWN, 4 bad input, 130 interrupted (--resume continues).
     """
-    if shell is not None and not shell.strip():
-        raise BumpgateError("--command: the command is empty; an unset variable of the shell?")
-    if shell and selection:
-        raise BumpgateError("--command and a pytest selection: use one, not both")
-    if shell and fast:
-        raise BumpgateError("--command and --fast: a command has no fast part; leave --fast out")
+    require_combination(shell, selection, fast)
     if budget is not None and not budget >= 0:
         raise BumpgateError(f"--budget: must be a number of minutes of at least 0, got {budget:g}")
     config = GateConfig(
@@ -129,23 +123,32 @@ def command(
         candidate=candidate,
         adopted=adopted,
         anchor=_adopted_a_month_ago(lane) if anchor == "history" else anchor,
-        python_adopted=absolute(python_adopted),
-        python_candidate=absolute(python_candidate),
+        python_adopted=absolute(python_adopted or python_good),
+        python_candidate=absolute(python_candidate or python_bad),
         python_anchor=absolute(python_anchor),
         sessions=sessions,
         selection=(metrics.test_path(lane, shell),)
         if shell
-        else (*([result.FAST] if fast else []), *(selection or ())),
-        candidate_file=_file_digest(candidate),
+        else (*([FAST] if fast else []), *(selection or ())),
+        candidate_file=file_digest(candidate),
         without=tuple(sorted({str(canonicalize_name(name)) for name in without or ()})),
         command=shell or "",
     )
+    links = (*(find_links or ()), *copies(store or ()))
+    how = RunOptions(
+        out=out, budget=budget, gpus=gpus, resume=resume, fresh=fresh, index=index, find_links=links
+    )
+    _run(config, how)
+
+
+def _run(config: GateConfig, how: RunOptions) -> None:
+    """Run or resume a gate, print its verdict, and exit with its code."""
     root = find_root(Path.cwd())
-    _refuse(config, root)
-    needed = lanes.require(root, lane)
-    chosen = _gpus(gpus, needed)
-    place = out or root / "build" / "gate" / f"{lane}-{_slug(candidate or 'python')}"
-    if not (place / result.NAME).exists() and (own := sources_in(root, place)):
+    require_usable(config, root)
+    lane = lanes.require(root, config.lane)
+    chosen = selected_gpus(how.gpus, lane)
+    place = how.out or root / "build" / "gate" / f"{lane.name}-{_slug(config.candidate or 'python')}"
+    if not (place / state.NAME).exists() and (own := sources_in(root, place)):
         raise BumpgateError(
             f"--out {place} holds sources of the work tree ({own[0]}): choose a folder without sources"
         )
@@ -153,36 +156,8 @@ def command(
     view = View(Console(stderr=True))
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with device_lock(needed, view.say, chosen):
-            if shell:
-                metrics.write_test(root, lane, shell)
-            now = bind(root, place)
-            plan = plan_for(sessions, lane, needed.device, needed.margins)
-            gate = _begin(config, plan, place, resume, now)
-            if gate.finished:
-                _refuse_lapsed(gate, root, place)
-            links = (*(find_links or ()), *copies(store or ()))
-            specs = _env_specs(config, view, root, {"index": index, "find_links": links}, not resume)
-            again = gate.finished and not gate.undecided
-            if again:
-                _check_packages(gate, specs, root)
-            else:
-                _keep_locks(specs, place)
-                limit = time.monotonic() + 60 * budget if budget is not None else float("inf")
-                GateRunner(
-                    gate,
-                    root,
-                    place,
-                    specs,
-                    view,
-                    plan,
-                    _recent,
-                    accepted.today(),
-                    limit,
-                    lambda: bind(root, place),
-                    fresh,
-                    divide(chosen, needed.count, own_cores()),
-                ).run()
+        with device_lock(lane, view.say, chosen):
+            gate, earlier = _measured(config, how, root, place, view, chosen)
     except KeyboardInterrupt:
         view.say(f"interrupted; results so far are saved. Resume with: {_resume_line()}")
         raise typer.Exit(INTERRUPTED) from None
@@ -192,14 +167,50 @@ def command(
             f"bumpgate: {where}: {error.strerror}; results so far are saved. Resume with: {_resume_line()}"
         )
         raise typer.Exit(Decision.UNKNOWN.value) from None
-    found = gate_file.read(place / result.NAME)
+    # A verdict of an earlier command is only in its file.
+    found = gate_file.read(place / state.NAME) if earlier else gate.file(place)
     assert isinstance(found, GateFile)
-    _show(found, place, again)
+    _show(found, place, earlier)
     if gate.undecided:
         view.say(f"the budget ended before every timed row was decided. Resume with: {_resume_line()}")
     if not (found.gaps() or config.selection):
-        view.say(f"to adopt it: {_adoption(config, found, place / result.NAME)}")
+        view.say(f"to adopt it: {_adoption(config, found, place / state.NAME)}")
     raise typer.Exit(found.decision.value)
+
+
+def _measured(
+    config: GateConfig, how: RunOptions, root: Path, place: Path, view: View, gpus: Sequence[str]
+) -> tuple[Gate, bool]:
+    """Return the finished gate, and whether it had finished before this command."""
+    if config.command:
+        metrics.write_test(root, config.lane, config.command)
+    lane = lanes.require(root, config.lane)
+    plan = plan_for(config.sessions, lane.name, lane.device, lane.margins)
+    gate = _begin(config, plan, place, how.resume, bind(root, place))
+    if gate.finished:
+        _refuse_lapsed(gate, root, place)
+    specs = environments(config, root, view, how)
+    if gate.finished and not gate.undecided:
+        _check_packages(gate, specs, root)
+        return gate, True
+    keep_locks(specs, place)
+    now = time.monotonic()
+    bench = Bench(
+        config=config,
+        root=root,
+        out=place,
+        environments=specs,
+        view=view,
+        plan=plan,
+        recent=_recent,
+        today=accepted.today(),
+        started=now - gate.wall_seconds,
+        deadline=now + 60 * how.budget if how.budget is not None else float("inf"),
+        tree=lambda: bind(root, place),
+        fresh=how.fresh,
+        shares=divide(gpus, lane.count, own_cores()),
+    )
+    return run_gate(bench, gate), False
 
 
 def _adoption(config: GateConfig, found: GateFile, path: Path) -> str:
@@ -214,62 +225,14 @@ def _adoption(config: GateConfig, found: GateFile, path: Path) -> str:
     return shlex.join(words) + " --reviewed ROW --reason TEXT, for each intended change" * holds
 
 
-def _refuse(config: GateConfig, root: Path) -> None:
-    """Validate the options. Raises BumpgateError (one line)."""
-    if cut := interrupted(root):
-        end = "undo" if cut.kind == ADOPTION else "finish"
-        raise BumpgateError(
-            f"{cut} was cut short here: {end} it with: bumpgate rollback {cut.lane} --adoption"
-        )
-    lanes.require(root, config.lane)
-    if bool(config.candidate) == bool(config.python_candidate):
-        raise BumpgateError("name the candidate: --candidate 'torch==X', or --python-candidate PATH")
-    for name in ("adopted", "anchor"):
-        python = {"adopted": config.python_adopted, "anchor": config.python_anchor}[name]
-        if getattr(config, name) and python:
-            raise BumpgateError(f"--{name} cannot be combined with an interpreter for it")
-    if config.without and not (config.python_adopted or config.python_candidate or config.python_anchor):
-        raise BumpgateError(
-            "--without is for interpreters (--python-candidate PATH): name one, or leave it out"
-        )
-    if config.fast and (older := config.anchor or config.python_anchor):
-        raise BumpgateError(f"--fast and the anchor {older}: a fast gate measures no drift; leave one out")
-    require_kernel_wheels(root, config.lane, config.without)
-    try:
-        plan_for(config.sessions)
-    except ValueError as error:
-        raise BumpgateError(f"--sessions: {error}") from None
-    for before, part in zip(("", *config.selection), () if config.command else config.selection):
-        if part.split("=")[0] in OURS:
-            raise BumpgateError(f"{part.split('=')[0]} is set by the gate: leave it out of the selection")
-        path = part.split("::")[0]
-        if not part.startswith("-") and not before.startswith("-") and not (root / path).exists():
-            raise BumpgateError(f"the selection names {path}, which does not exist")
-
-
-def _gpus(text: str, lane: lanes.Lane) -> list[str]:
-    """Return the GPUs of --gpus; empty without the option. Raises BumpgateError."""
-    if text and lane.device != "cuda":
-        raise BumpgateError(f"--gpus {text}: lane {lane.name} runs on {lane.device}; leave the option out")
-    return requested(text, lane.count, len(gpu_models()))
-
-
-def _file_digest(candidate: str) -> str:
-    """Return the sha256 of a candidate that is a wheel file; "" for a requirement."""
-    path = Path(candidate).expanduser()
-    return sha256_of(path) if candidate.endswith(".whl") and path.is_file() else ""
-
-
 def _begin(config: GateConfig, plan: SessionPlan, out: Path, resume: bool, now: Binding) -> Gate:
     """Create a gate, or load the one in `out`. Raises GateError if that one has other options or inputs."""
-    found = result.read(out, plan)
+    found = state.read(out, plan)
     if found is None or (found.finished and not resume):
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        gate = Gate(config, started, shlex.join(["bumpgate", *sys.argv[1:]]), binding=now)
-        if config.anchor or config.python_anchor:
-            gate.sides["anchor"] = SideState()
-        return gate
-    where = out / result.NAME
+        sides = {name: SideState() for name in config.requests}
+        return Gate(config, started, shlex.join(["bumpgate", *sys.argv[1:]]), sides=sides, binding=now)
+    where = out / state.NAME
     if not resume:
         raise GateError(f"{where} is of an unfinished gate: continue it with --resume, or name another --out")
     if found.config != config:
@@ -286,7 +249,7 @@ def _refuse_lapsed(gate: Gate, root: Path, out: Path) -> None:
     """Raise GateError if a finished gate used an acceptance that has expired since."""
     entries = accepted.load(root / "baselines" / accepted.FILE)
     if lapsed := accepted.lapsed(entries, gate.config.lane, gate.started, accepted.today()):
-        raise GateError(f"{out / result.NAME} is stale ({'; '.join(lapsed)}): gate again, in another --out")
+        raise GateError(f"{out / state.NAME} is stale ({'; '.join(lapsed)}): gate again, in another --out")
 
 
 def _check_packages(gate: Gate, specs: Mapping[str, EnvSpec], root: Path) -> None:
@@ -298,87 +261,6 @@ def _check_packages(gate: Gate, specs: Mapping[str, EnvSpec], root: Path) -> Non
         for before, after in zip((side.packages, side.git_version), now):
             if before != after:
                 raise other_packages(name, before, after)
-
-
-def _keep_locks(specs: Mapping[str, EnvSpec], out: Path) -> None:
-    """Keep the resolved lock next to gate.json: `bumpgate adopt` needs it when the environment is gone."""
-    for name, spec in specs.items():
-        (out / f"{name}.pylock.toml").unlink(missing_ok=True)
-        if spec.lock:
-            shutil.copyfile(spec.lock, out / f"{name}.pylock.toml")
-
-
-def _env_specs(
-    config: GateConfig, view: View, root: Path, sources: dict[str, Any], new: bool
-) -> dict[str, EnvSpec]:
-    """Return an interpreter for each side. A side that cannot be built has its `failure` set. new: not resumed."""
-    requested = {
-        "adopted": (config.python_adopted, config.adopted),
-        "candidate": (config.python_candidate, config.candidate),
-    }
-    if config.anchor or config.python_anchor:
-        requested["anchor"] = (config.python_anchor, config.anchor)
-    requests = {
-        name: lane_request(root, config.lane, requirement or None, **sources)
-        for name, (python, requirement) in requested.items()
-        if not python
-    }
-    specs: dict[str, EnvSpec] = {}
-    for name, (python, _) in requested.items():
-        if python:
-            try:
-                absent = wheels.missing(root, config.lane, Path(python))
-                contents = wheels.contents(root, config.lane, Path(python))
-            except BumpgateError as error:
-                specs[name] = EnvSpec(Path(), {}, one_line(error), f"{shlex.quote(python)} -m pip list")
-                continue
-            _refuse_unprepared(config, python, absent)
-            lacking = wheels.variables({each: f"{why} (--without)" for each, why in absent.items()})
-            key = compiled.HANDED_IN + hashlib.sha256(python.encode()).hexdigest()[:16]
-            own = {**lock_variables(None), **lacking, **compiled.bytecode(key, name, new=new)}
-            first, *more = ({**c, **own} for c in compiled.copies(key, name))
-            specs[name] = EnvSpec(
-                Path(python),
-                first,
-                command=f"{shlex.quote(python)} -m pip list",
-                more=tuple(more),
-                wheels=contents,
-            )
-            continue
-        try:
-            with view.doing(f"{TITLES[name]}: building its environment"):
-                made = build(requests[name], say=view.say)
-                fitted = wheels.fit(root, config.lane, requests[name], made, sources["find_links"], view.say)
-            made = fitted.environment
-            own = {**lock_variables(made.lock), **wheels.variables(fitted.absent)}
-            first, *more = ({**c, **own} for c in compiled.copies(made.key, name))
-            specs[name] = EnvSpec(
-                made.python,
-                first,
-                command=f"cat {made.lock}" if made.lock else "",
-                lock=made.lock,
-                more=tuple(more),
-            )
-        except BuildError as error:
-            specs[name] = EnvSpec(Path(), {}, one_line(error), f"less {shlex.quote(str(error.log))}")
-        except BumpgateError as error:
-            specs[name] = EnvSpec(Path(), {}, one_line(error), "bumpgate doctor")
-    return specs
-
-
-def _refuse_unprepared(config: GateConfig, python: str, absent: Mapping[str, str]) -> None:
-    """Raise GateError if an interpreter lacks kernel wheels of the lane that `--without` does not name.
-
-    Otherwise an environment that was prepared badly would be judged without the rows of its peers.
-    """
-    unnamed = [package for package in absent if package not in config.without]
-    if unnamed:
-        options = " ".join(f"--without {package}" for package in unnamed)
-        raise GateError(
-            f"{python} lacks {', '.join(unnamed)} of lane {config.lane}: install them"
-            f" (bumpgate wheels plan --lane {config.lane} --python {shlex.quote(python)} lists which fit),"
-            f" or add, if that is intended: {options}"
-        )
 
 
 def _show(gate: GateFile, out: Path, again: bool) -> None:
@@ -398,7 +280,7 @@ def _show(gate: GateFile, out: Path, again: bool) -> None:
     part = part_of_lane(adopted.get("part"))
     parts += [part] if part else []
     parts += [f"an earlier verdict, started {gate.started}; nothing was measured now"] if again else []
-    for line in [*lines, "; ".join([*parts, str(out / result.NAME)])]:
+    for line in [*lines, "; ".join([*parts, str(out / state.NAME)])]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

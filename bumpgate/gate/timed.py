@@ -1,7 +1,7 @@
 """Paired sessions of the timed rows: fresh processes of both sides, until every row is decided or the budget ends.
 
 A row is timed if it carries an interval or is marked as paired; a time read once that looks worse is added
-(bumpgate.gate.between). Each process gives a cost per row and each session a log-ratio (bumpgate.gate.sequential).
+(bumpgate.gate.compare_rows). Each process gives a cost per row and each session a log-ratio (bumpgate.gate.sequential).
 A session that lost a reading of a row is not used for that row.
 
 A duet runs two processes at once, each on a share of the cores, which they exchange after every round: a busy
@@ -27,8 +27,7 @@ from bumpgate.core.rows import (
     is_finite,
     is_time,
 )
-from bumpgate.gate.between import direction, kinds, looks_slower, timed
-from bumpgate.gate.disturbed import with_disturbed
+from bumpgate.gate.compare_rows import direction, kinds, looks_slower, timed, with_disturbed
 from bumpgate.gate.modes import p_lost
 from bumpgate.gate.plan import Family, SessionPlan, shares
 from bumpgate.gate.sequential import alternate, decide, log_ratio, log_ratio_of_rounds

@@ -1,37 +1,56 @@
 """Verdict of a gate: a pure function from the measurements of two environments to ADOPT, HOLD or UNKNOWN.
 
 HOLD needs evidence against the candidate: a row that is right in the adopted environment and wrong or missing in a
-complete run of the candidate, a row that is right on both sides and worse in the candidate (bumpgate.gate.between), a
-test that only fails there, a slower timed row, drift. UNKNOWN is any gap in the evidence: a canary that failed, a build
-that failed, a row missing, open or red on both sides, nothing selected. Otherwise ADOPT.
+complete run of the candidate, a row that is right on both sides and worse in the candidate
+(bumpgate.gate.compare_rows), a test that only fails there, a slower timed row, drift. UNKNOWN is any gap in the
+evidence: a canary that failed, a build that failed, a row missing, open or red on both sides, nothing selected.
+Otherwise ADOPT. TABLE has the decision for each pair of row verdicts.
 
 Rows are grouped by cause: one metric whose evidence starts alike is one finding, shown once with both sides.
 """
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
 
 from bumpgate.core import kernel_code
 from bumpgate.core.baseline import investigate, tier, violation
 from bumpgate.core.errors import one_line
 from bumpgate.core.findings import (
     ADDRESS,
+    NO_REGRESSION,
     PEER,
     PRODUCT,
     Decision,
     Finding,
+    TimedOutcome,
     group,
 )
 from bumpgate.core.outcomes import skipped_in_both
-from bumpgate.core.rows import Judgement, ProblemKind, Record, Value, Verdict, is_finite, is_time
-from bumpgate.gate.between import ValueChange, change, direction, kinds, looks_slower, slow_in_both
-from bumpgate.gate.disturbed import with_disturbed
+from bumpgate.core.rows import Judgement, Problem, ProblemKind, Record, Value, Verdict, is_finite, is_time
+from bumpgate.gate.compare_rows import (
+    ValueChange,
+    change,
+    direction,
+    kinds,
+    looks_slower,
+    slow_in_both,
+    with_disturbed,
+)
 from bumpgate.gate.drift import Drift
+from bumpgate.gate.options import FAST
 from bumpgate.gate.sequential import Timed
-from bumpgate.gate.timed_findings import of_drift, of_sessions
+from bumpgate.gate.state import Gate
+from bumpgate.gate.timed import Sessions
+from bumpgate.process.runner import by_hand
+from bumpgate.process.tree_digest import Binding
+from bumpgate.table import part_of_lane
 
 # Right on both sides, but worse on the candidate side by more than the kind of row allows.
 WORSE = "WORSE"
@@ -60,6 +79,62 @@ BY_METRIC = (
 )
 # Verdicts on a ratio to another implementation that was measured.
 RATIO = (Verdict.PASS, Verdict.WIN, Verdict.REGRESSION)
+
+
+class Reading(Enum):
+    """What one side's record says about a row."""
+
+    RIGHT = "PASS, WIN or FIXED, or excused by a review"
+    REGRESSION = "REGRESSION"
+    CHANGED = "CHANGED"
+    INSTRUMENT = "INSTRUMENT"
+    INFRA = "INFRA"
+    INCONCLUSIVE = "INCONCLUSIVE"
+    UNREVIEWED = "MISSING: measured, not reviewed"
+    LOST = "MISSING: reviewed, not measured"
+    UNMEASURED = "not measured, for a reason that the row states"
+    NO_ROW = "not in the record"
+
+
+class Cell(Enum):
+    """Decision on a row. CANDIDATE, ADOPTED: UNKNOWN, with the verdict of that side as the label."""
+
+    VALUES = "="
+    """Right on both sides: the values decide."""
+    FIXED = "F"
+    """ADOPT: the candidate repairs the row."""
+    HOLD = "H"
+    """HOLD, with the candidate's verdict."""
+    LOST = "L"
+    """HOLD if the candidate's run is complete, else UNKNOWN."""
+    BOTH = "2"
+    """UNKNOWN: red on both sides."""
+    NEW = "N"
+    """ADOPT: no review has the row, and the adopted side never had it."""
+    CANDIDATE = "c"
+    ADOPTED = "a"
+
+
+_COLUMNS = tuple(Reading)
+# Rows: the adopted side; columns: the candidate, in the order of Reading.
+_LINES = {
+    #                     RIGHT REGR CHAN INST INFRA INCO UNRE LOST UNME NO_ROW
+    Reading.RIGHT: "        =    H    H    c    c    c    c    L    c    c",
+    Reading.REGRESSION: "   F    2    2    c    c    c    c    c    c    c",
+    Reading.CHANGED: "      F    2    2    c    c    c    c    c    c    c",
+    Reading.INSTRUMENT: "   a    c    c    c    c    c    c    c    c    c",
+    Reading.INFRA: "        a    c    c    c    c    c    c    c    c    c",
+    Reading.INCONCLUSIVE: " a    c    c    c    c    c    c    c    c    c",
+    Reading.UNREVIEWED: "   a    c    c    c    c    c    c    c    c    c",
+    Reading.LOST: "         a    a    a    a    a    a    a    c    c    c",
+    Reading.UNMEASURED: "   a    a    a    a    a    a    a    c    c    c",
+    Reading.NO_ROW: "       a    a    a    a    a    a    N    c    c    c",
+}
+TABLE = {
+    (adopted, candidate): Cell(cell)
+    for adopted, line in _LINES.items()
+    for candidate, cell in zip(_COLUMNS, line.split(), strict=True)
+}
 
 
 @dataclass(frozen=True)
@@ -112,35 +187,50 @@ def judge_gate(
     tests: dict[str, str] = {}
     read_once: dict[str, tuple[str, str]] = {}
     if adopted.record and candidate.record:
-        before_record = with_disturbed(adopted.record, candidate.record)
-        after_record = with_disturbed(candidate.record, adopted.record)
-        before, after = _by_id(before_record), _by_id(after_record)
+        records = (
+            with_disturbed(adopted.record, candidate.record),
+            with_disturbed(candidate.record, adopted.record),
+        )
+        before, after = map(_by_id, records)
         tests = {row: j.row.test for row, j in (before | after).items()}
         read_once = {row: (_read_once(before.get(row)), _read_once(after.get(row))) for row in timed}
-        new = _new_rows(before_record, after_record)
-        spared = after_record.not_run | skipped_in_both(before, after)
-        loose += _not_run_findings(spared)
-        loose += _new_tiers(lane, [after[row] for row in sorted(new)])
-        for row in sorted(tests.keys() - new - spared.keys()):
-            g, b = _code_of_both(before.get(row), after.get(row))
-            if row in timed:
-                g, b = _without_stored_times(g), _without_stored_times(b)
-                outside = b is not None and b.red and not _absent(b)
-                if (_absent(g) and _absent(b)) or _spoiled(b) or (_spoiled(g) and not outside):
-                    continue  # the sessions alone measure it
-            if _peer_faster(g, b, before, after):
-                loose += _finding(lane, g, b, (Decision.ADOPT, PEER))
-                continue
-            loose += _row(lane, g, b, whole=after_record.complete, paired=row in timed)
-        loose += _problems(lane, before_record, after_record)
-        if not (before or after.keys() - new or timed):
-            head = "no row was selected"
-            loose.append(Finding(Decision.UNKNOWN, "NOTHING", "", head, repro=f"pytest -m {lane}"))
+        loose += _of_records(lane, *records, timed.keys())
     for row, t in sorted(timed.items()):
         loose += of_sessions(lane, row, t, tests.get(row, ""), read_once.get(row, ("", "")))
     loose += [of_drift(lane, row, c, tests.get(row, "")) for row, c in sorted(drifts.items())]
     findings = group(loose)
     return GateVerdict(findings[0].decision if findings else Decision.ADOPT, findings)
+
+
+def _of_records(lane: str, adopted: Record, candidate: Record, timed: Collection[str]) -> list[Finding]:
+    """Compare the records of both sides, row by row. timed: rows that the paired sessions measure."""
+    before, after = _by_id(adopted), _by_id(candidate)
+    new = _new_rows(adopted, candidate)
+    spared = candidate.not_run | skipped_in_both(before, after)
+    found = [*_not_run_findings(spared), *_new_tiers(lane, [after[row] for row in sorted(new)])]
+    for row in sorted((before.keys() | after.keys()) - new - spared.keys()):
+        g, b = _code_of_both(before.get(row), after.get(row))
+        if row in timed:
+            g, b = _without_stored_times(g), _without_stored_times(b)
+        if row in timed and _left_to_sessions(g, b):
+            result = None
+        elif _peer_faster(g, b, before, after):
+            result = Decision.ADOPT, PEER
+        else:
+            result = compare(g, b, whole=candidate.complete, paired=row in timed)
+        found += _finding(lane, g, b, result) if result else []
+    found += _problems(lane, adopted, candidate)
+    if not (before or after.keys() - new or timed):
+        head = "no row was selected"
+        found.append(Finding(Decision.UNKNOWN, "NOTHING", "", head, repro=f"pytest -m {lane}"))
+    return found
+
+
+def _left_to_sessions(adopted: Judgement | None, candidate: Judgement | None) -> bool:
+    """Whether the sessions alone measure a timed row: both sides lack it, or the machine disturbed one."""
+    outside = candidate is not None and candidate.red and not _absent(candidate)
+    neither = _absent(adopted) and _absent(candidate)
+    return neither or _spoiled(candidate) or (_spoiled(adopted) and not outside)
 
 
 def _by_id(record: Record) -> dict[str, Judgement]:
@@ -174,10 +264,10 @@ def _new_tiers(lane: str, judgements: Iterable[Judgement]) -> list[Finding]:
                 NEW,
                 "",
                 f"{folder}: not measured in the adopted environment, so not compared",
-                tuple(j.row.id for j in rows),
-                ("not collected",),
-                (f"{len(rows)} rows, {wrong} of them against what their tests derive",),
-                f"pytest -m {lane} {folder}",
+                rows=tuple(j.row.id for j in rows),
+                adopted=("not collected",),
+                candidate=(f"{len(rows)} rows, {wrong} of them against what their tests derive",),
+                repro=f"pytest -m {lane} {folder}",
             )
         )
     return found
@@ -189,7 +279,15 @@ def _not_run_findings(spared: Mapping[str, str]) -> list[Finding]:
     for row, reason in spared.items():
         reasons.setdefault(reason, []).append(row)
     return [
-        Finding(Decision.ADOPT, NOT_RUN, "", reason, tuple(rows), (), (f"{len(rows)} rows not run",))
+        Finding(
+            Decision.ADOPT,
+            NOT_RUN,
+            "",
+            reason,
+            rows=tuple(rows),
+            adopted=(),
+            candidate=(f"{len(rows)} rows not run",),
+        )
         for reason, rows in reasons.items()
     ]
 
@@ -208,7 +306,9 @@ def _environment(lane: str, side: Side, is_good: bool) -> list[Finding]:
     def finding(label: str, head: str, repro: str) -> Finding:
         seen = (f"{side.name}: {head}",)
         adopted, candidate = (seen, ()) if is_good else ((), seen)
-        return Finding(Decision.UNKNOWN, label, "", head, (), adopted, candidate, repro)
+        return Finding(
+            Decision.UNKNOWN, label, "", head, rows=(), adopted=adopted, candidate=candidate, repro=repro
+        )
 
     out = [
         finding("INSTRUMENT", f"instrument {name}: {one_line(reason)}", f"pytest -m {lane}")
@@ -237,7 +337,19 @@ def _problems(lane: str, adopted: Record, candidate: Record) -> list[Finding]:
         tests = (first.test,) if first.test else ()
         repro = investigate(lane, first.test)
         label = "INFRA" if first.kind is ProblemKind.INFRA else "PROBLEM"
-        out.append(Finding(decision, label, "", first.why, (), *shown, repro, tests))
+        out.append(
+            Finding(
+                decision,
+                label,
+                "",
+                first.why,
+                rows=(),
+                adopted=shown[0],
+                candidate=shown[1],
+                repro=repro,
+                tests=tests,
+            )
+        )
     return out
 
 
@@ -262,13 +374,6 @@ def _code_of_both(
 def _is_code(j: Judgement) -> bool:
     """Return whether this is a measured row of compiled code."""
     return j.row.better == "code" and j.row.value is not None and j.verdict is not Verdict.INSTRUMENT
-
-
-def _row(
-    lane: str, adopted: Judgement | None, candidate: Judgement | None, *, whole: bool, paired: bool
-) -> list[Finding]:
-    result = _compare(adopted, candidate, whole, paired)
-    return _finding(lane, adopted, candidate, result) if result else []
 
 
 def _finding(
@@ -300,10 +405,10 @@ def _finding(
             label,
             metric,
             head,
-            (shown.row.id,),
-            _shown(adopted, candidate),
-            _shown(candidate, adopted),
-            repro,
+            rows=(shown.row.id,),
+            adopted=_shown(adopted, candidate),
+            candidate=_shown(candidate, adopted),
+            repro=repro,
         )
     ]
 
@@ -314,52 +419,64 @@ def _reason(j: Judgement, otherwise: str) -> str:
     return one_line(text) or otherwise
 
 
-def _compare(
-    adopted: Judgement | None, candidate: Judgement | None, whole: bool, paired: bool = False
+def reading_of(j: Judgement | None, *, alone: bool = False) -> Reading:
+    """Return what a record says about a row. alone: the adopted side lacks the row, so no review can excuse it."""
+    if j is None:
+        return Reading.NO_ROW
+    if j.row.unmeasured:
+        return Reading.LOST if j.verdict is Verdict.MISSING else Reading.UNMEASURED
+    if j.verdict is Verdict.MISSING and (alone or j.red):
+        return Reading.UNREVIEWED
+    return Reading[j.verdict.name] if j.red else Reading.RIGHT
+
+
+def compare(
+    adopted: Judgement | None, candidate: Judgement | None, *, whole: bool, paired: bool = False
 ) -> tuple[Decision, str] | None:
     """Return decision and label of one row of both records; None if there is nothing to show.
 
-    whole: the candidate's run is complete. paired: the sessions compare its values.
+    whole: the candidate's run is complete.
+    paired: the sessions compare its values.
     """
-    right = adopted is not None and not _absent(adopted) and not adopted.red
-    if candidate is None or _absent(candidate):
-        lost = candidate is not None and candidate.verdict is Verdict.MISSING and whole and right
-        label = candidate.verdict.value if candidate else Verdict.MISSING.value
-        return (Decision.HOLD if lost else Decision.UNKNOWN), label
-    if adopted is None and candidate.verdict is Verdict.MISSING:
-        return Decision.ADOPT, NEW  # no baseline has it and the adopted run never had it: nothing was lost
-    if adopted is None or _absent(adopted):
-        return Decision.UNKNOWN, adopted.verdict.value if adopted else Verdict.MISSING.value
-    if _is_defect(adopted) and _is_defect(candidate):
-        return _compare_defect(adopted, candidate)
-    if candidate.row.work != adopted.row.work:
-        return Decision.UNKNOWN, OTHER_WORK
-    if not paired and looks_slower(adopted, candidate):
-        return Decision.UNKNOWN, Verdict.INCONCLUSIVE.value
-    if candidate.red:
-        if right and candidate.verdict in PRODUCT:
-            return Decision.HOLD, candidate.verdict.value
-        if slow_in_both(adopted, candidate, paired=paired):
+    cell = TABLE[reading_of(adopted), reading_of(candidate, alone=adopted is None)]
+    if adopted and candidate and not (_absent(adopted) or _absent(candidate)):
+        if _is_defect(adopted) and _is_defect(candidate):
+            return _compare_defect(adopted, candidate)
+        if candidate.row.work != adopted.row.work:
+            return Decision.UNKNOWN, OTHER_WORK
+        if not paired and looks_slower(adopted, candidate):
+            return Decision.UNKNOWN, Verdict.INCONCLUSIVE.value
+        if cell is Cell.VALUES:
+            return _compare_values(adopted, candidate, paired=paired)
+        if cell is Cell.BOTH and slow_in_both(adopted, candidate, paired=paired):
             return Decision.ADOPT, SLOW_IN_BOTH
-        both = adopted.verdict in PRODUCT and candidate.verdict in PRODUCT
-        return Decision.UNKNOWN, "RED IN BOTH" if both else candidate.verdict.value
-    if adopted.red:
-        excused = candidate.explains and not candidate.accepted
-        if excused and not paired and change(adopted.row, candidate.row) is ValueChange.WORSE:
+        excused = candidate.explains and not candidate.accepted and not paired
+        repaired = excused and cell in (Cell.FIXED, Cell.ADOPTED)
+        if repaired and change(adopted.row, candidate.row) is ValueChange.WORSE:
             return Decision.HOLD, WORSE
-        return (
-            (Decision.ADOPT, "FIXED")
-            if adopted.verdict in PRODUCT
-            else (Decision.UNKNOWN, adopted.verdict.value)
-        )
+    of_adopted = adopted.verdict.value if adopted else Verdict.MISSING.value
+    of_candidate = candidate.verdict.value if candidate else Verdict.MISSING.value
+    return {
+        Cell.FIXED: (Decision.ADOPT, "FIXED"),
+        Cell.HOLD: (Decision.HOLD, of_candidate),
+        Cell.LOST: (Decision.HOLD if whole else Decision.UNKNOWN, of_candidate),
+        Cell.BOTH: (Decision.UNKNOWN, "RED IN BOTH"),
+        Cell.NEW: (Decision.ADOPT, NEW),
+        Cell.CANDIDATE: (Decision.UNKNOWN, of_candidate),
+        Cell.ADOPTED: (Decision.UNKNOWN, of_adopted),
+    }[cell]
+
+
+def _compare_values(adopted: Judgement, candidate: Judgement, *, paired: bool) -> tuple[Decision, str] | None:
+    """Compare the values of a row that is right on both sides."""
     if kinds(adopted.row, candidate.row):
         return Decision.UNKNOWN, OTHER_KIND
     won = candidate.verdict is Verdict.WIN and adopted.verdict is not Verdict.WIN
     moved = None if paired else change(adopted.row, candidate.row)
     if moved in (None, ValueChange.BETTER):
         return (Decision.ADOPT, Verdict.WIN.value) if moved or won else None
-    by_good = adopted.accepted and moved is not ValueChange.WORSE
-    reviewed = candidate.accepted or by_good or (moved is ValueChange.OTHER and candidate.row.per_build)
+    by_adopted = adopted.accepted and moved is not ValueChange.WORSE
+    reviewed = candidate.accepted or by_adopted or (moved is ValueChange.OTHER and candidate.row.per_build)
     label = WORSE if moved is ValueChange.WORSE else Verdict.CHANGED.value
     return (Decision.ADOPT if reviewed else Decision.HOLD), label
 
@@ -450,3 +567,182 @@ def _read_once(j: Judgement | None) -> str:
 
 def _number(value: Value) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def of_sessions(
+    lane: str, row: str, t: Timed, test: str, read_once: tuple[str, str] = ("", "")
+) -> list[Finding]:
+    """Return the finding on a row that sessions measured; empty if it is SAME.
+
+    read_once: value and unit of both sides in the run of the lane; "" if it has none.
+    """
+    if t.outcome is TimedOutcome.SAME:
+        return []
+    red = t.outcome in (TimedOutcome.SLOWER, TimedOutcome.SLOW_MODE)
+    decision = Decision.HOLD if red else Decision.ADOPT if t.outcome in NO_REGRESSION else Decision.UNKNOWN
+    if not t.sessions:  # all such rows have one cause: the budget, or only lost sessions
+        unread = (f"{row}: not measured",)
+        head = "no paired session gave a time"
+        return [
+            Finding(
+                decision,
+                t.outcome.value,
+                "",
+                head,
+                rows=(row,),
+                adopted=(),
+                candidate=unread,
+                repro=investigate(lane, test),
+            )
+        ]
+    low, high = (f"{100 * (x - 1):+.1f} %" if math.isfinite(x) else "?" for x in t.interval)
+    change = f"{100 * (t.ratio - 1):+.1f} % in [{low}, {high}]"
+    once, first = (f"{value} in the run of the lane" if value else "" for value in read_once)
+    change = f"{change} after {t.sessions} sessions, adjusted p {t.p:.2g}"
+    seen = f"{row}: {first}; {change}" if first else f"{row}: {change}"
+    if any(t.slow):
+        seen += f"; slow processes: {t.slow[0]} of the candidate, {t.slow[1]} of the adopted build"
+    metric, adopted = row.rsplit("/", 1)[1], (f"{row}: {once or 1}",)
+    return [
+        Finding(
+            decision,
+            t.outcome.value,
+            metric,
+            "",
+            rows=(row,),
+            adopted=adopted,
+            candidate=(seen,),
+            repro=investigate(lane, test),
+        )
+    ]
+
+
+def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
+    """Return findings on tests whose timed readings the candidate loses: too noisy to use, or their processes died."""
+    found = []
+    for test, p in sessions.unequal_losses().items():
+        lost = sessions.lost_processes[test]
+        adopted, candidate = (
+            f"{lost[side]} timed processes without a reading in {sessions.started} sessions"
+            for side in ("adopted", "candidate")
+        )
+        rows = tuple(row for row, node in sessions.tests.items() if node == test)
+        head = f"timed processes without a reading, more than the adopted build's (adjusted p {p:.2g})"
+        repro = investigate(lane, test)
+        found.append(
+            Finding(
+                Decision.HOLD,
+                "LOST",
+                "",
+                head,
+                rows=rows,
+                adopted=(adopted,),
+                candidate=(candidate,),
+                repro=repro,
+            )
+        )
+    return found
+
+
+def of_adopted_alone(lane: str, faults: Iterable[Problem]) -> list[Finding]:
+    """Return findings on tests whose timed processes failed on the adopted side alone.
+
+    Such a fault is no evidence against the candidate. It costs a reading, and a row with too few is INCONCLUSIVE.
+    """
+    return [
+        Finding(
+            Decision.ADOPT,
+            "PROBLEM",
+            "",
+            p.why,
+            rows=(),
+            adopted=(str(p),),
+            candidate=(),
+            repro=investigate(lane, p.test),
+            tests=(p.test,),
+        )
+        for p in faults
+    ]
+
+
+def of_drift(lane: str, row: str, c: Drift, test: str) -> Finding:
+    """Return the finding on a row that became slower over weeks."""
+    adopted = f"{row}: 1 at its anchor, the build adopted a month before"
+    candidate = f"{row}: {100 * (c.ratio - 1):+.1f} %, rising since {c.since}, called {c.called}"
+    metric = row.rsplit("/", 1)[1]
+    return Finding(
+        Decision.HOLD,
+        "CREEP",
+        metric,
+        "",
+        rows=(row,),
+        adopted=(adopted,),
+        candidate=(candidate,),
+        repro=investigate(lane, test),
+    )
+
+
+def anchor_gap(gate: Gate, root: Path, options: Sequence[str]) -> list[Finding]:
+    """Report a requested anchor that could not be paired, and rows without a reading against it.
+
+    options: of pytest, in the line that reproduces a fault.
+    """
+    side = gate.sides.get("anchor")
+    if side and side.failure:
+        head = one_line(side.failure)
+        return [
+            Finding(
+                Decision.UNKNOWN, "INFRA", "", head, adopted=(f"{side.name}: {head}",), repro=side.command
+            )
+        ]
+    return _without_reading(gate, gate.drifted, root, options) if gate.drifted else []
+
+
+def _without_reading(gate: Gate, sessions: Sessions, root: Path, options: Sequence[str]) -> list[Finding]:
+    """Report the rows that lack sessions with the anchor, once for each cause: no drift of them is measured.
+
+    If the budget ended the sessions, this is shown only: --resume continues them.
+    """
+    open_rows, found = sessions.open_rows(), list[Finding]()
+    for row, test in sessions.tests.items():
+        count = len(sessions.log_ratios[row])
+        if count == sessions.limit:
+            continue
+        if row in open_rows:
+            decision, label, side = Decision.ADOPT, NOT_RUN, "candidate"
+            head = "no drift is measured: the budget is spent"
+        else:
+            decision, label, (side, why) = Decision.UNKNOWN, "INFRA", _why_lost(sessions, test)
+            head = f"{'anchor' if side == 'adopted' else 'candidate'}: {one_line(why)}"
+        seen = (f"{row}: {count} of {sessions.limit} sessions with the anchor",)
+        python = Path(gate.sides["anchor" if side == "adopted" else "candidate"].python)
+        repro = by_hand(python, root, investigate(gate.config.lane, test), options)
+        found.append(Finding(decision, label, "", head, rows=(row,), adopted=(), candidate=seen, repro=repro))
+    return found
+
+
+def _why_lost(sessions: Sessions, test: str) -> tuple[str, str]:
+    """Return the side, "adopted" or "candidate", whose times of a test were lost, and why."""
+    for side, faults in sessions.faults.items():
+        if test in faults:
+            return side, faults[test]
+    side, _, why = sessions.lost.partition(": ")
+    return side or "adopted", why or "no process gave a time"
+
+
+def tree_gap(gate: Gate, now: Binding | None) -> list[Finding]:
+    """Report a work tree that was edited during the gate: the two sides may have run different tests."""
+    differences = gate.binding.differences(now) if gate.binding and now else []
+    if not differences:
+        return []
+    head = f"the work tree changed while the gate measured ({'; '.join(differences)})"
+    return [Finding(Decision.UNKNOWN, "INFRA", "", head, repro=gate.command)]
+
+
+def left_out(gate: Gate, candidate: Record | None) -> list[Finding]:
+    """Report what a fast gate does not measure."""
+    if not gate.config.fast or candidate is None:
+        return []
+    head = [f"{FAST} measures no time", part_of_lane(candidate.provenance.get("part"))]
+    whole = shlex.join(word for word in shlex.split(gate.command) if word != FAST)
+    return [Finding(Decision.UNKNOWN, "PART", "", "; ".join(filter(None, head)), repro=whole)]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from bumpgate.core.rows import Judgement, Verdict, write_record
-from bumpgate.gate import answers
-from bumpgate.gate.answers import Interim
-from bumpgate.gate.result import GateConfig
+from bumpgate.gate import interim as interim_module
+from bumpgate.gate.interim import Interim
+from bumpgate.gate.options import GateConfig
 from bumpgate.gate.verdict import Side
 from tests.support.gate_tree import Tree
 from tests.support.gating import Machine, count, labels, seconds
@@ -53,7 +53,7 @@ def test_rows_of_one_side_and_times_do_not_hold_yet(interim: Interim) -> None:
 def test_watching_thread_says_and_ends(interim: Interim, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     interim.say = said.append
-    monkeypatch.setattr(answers, "LOOK", 0.01)
+    monkeypatch.setattr(interim_module, "LOOK", 0.01)
     save(interim, "adopted", count())
     with interim.watching():
         save(interim, "candidate", count(14, Verdict.CHANGED))

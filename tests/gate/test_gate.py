@@ -18,9 +18,10 @@ import pytest
 from bumpgate.core import gate_file
 from bumpgate.core.findings import NO_REGRESSION, Decision, Finding
 from bumpgate.core.rows import Judgement, Verdict, read_record
-from bumpgate.gate import bench, drift, result, timed_runs
+from bumpgate.gate import drift, measure, pairing, runner, state
+from bumpgate.gate.options import GateConfig, GateError
 from bumpgate.gate.plan import SessionPlan
-from bumpgate.gate.result import Gate, GateConfig, GateError
+from bumpgate.gate.state import Gate
 from bumpgate.gate.timed import MAX_EMPTY_SESSIONS, SIDE
 from bumpgate.process.runner import USAGE, LaneCall, LaneRun
 from bumpgate.report import markdown, page
@@ -57,7 +58,7 @@ def test_gate_saves_every_step_before_the_next(machine: Machine, out: Path) -> N
     seen = []
 
     def look() -> None:
-        raw = json.loads((out / result.NAME).read_text())
+        raw = json.loads((out / state.NAME).read_text())
         assert (raw["decision"], raw["exit_code"], raw["finished"]) == ("UNKNOWN", 125, False)
         sides = raw["sides"]
         done = [(s["canaries"] is not None) + s["measured"] for s in sides.values()]
@@ -68,14 +69,14 @@ def test_gate_saves_every_step_before_the_next(machine: Machine, out: Path) -> N
     # Both sides of a step run concurrently.
     assert seen[:5] == [(0, 0, 0), (0, 0, 0), (1, 1, 0), (1, 1, 0), (2, 2, 0)]
     assert [s[2] for s in seen[4:]] == [i // 2 for i in range(len(seen[4:]))]
-    raw = json.loads((out / result.NAME).read_text())
+    raw = json.loads((out / state.NAME).read_text())
     assert (raw["decision"], raw["exit_code"], raw["finished"]) == ("ADOPT", 0, True)
 
 
 def test_report_reads_the_written_gate(machine: Machine, out: Path) -> None:
     machine.sides["candidate"].slower = {"throughput/b/seconds": 1.2}
     gate = machine.gate(out, GateConfig("cpu", candidate="torch==2.14.0", anchor="torch==2.12.0"))
-    found = gate_file.read(out / result.NAME)
+    found = gate_file.read(out / state.NAME)
     assert isinstance(found, gate_file.GateFile)
     assert (found.decision, found.findings) == (Decision.HOLD, gate.findings)
     paired = found.timed["throughput/b/seconds"]
@@ -96,7 +97,7 @@ def test_gate_lists_every_package_that_moved(machine: Machine, out: Path) -> Non
         "torch 2.13.0 -> 2.14.0",
         "triton 3.7.1 -> 3.8.0",
     )
-    found = gate_file.read(out / result.NAME)
+    found = gate_file.read(out / state.NAME)
     assert isinstance(found, gate_file.GateFile)
     assert found.moved == moved
     printed = [line for line in (out / "output.txt").read_text().splitlines() if line.startswith("moved: ")]
@@ -110,7 +111,7 @@ def test_gate_lists_every_package_that_moved(machine: Machine, out: Path) -> Non
 def test_gate_without_a_side_lists_no_moved_package(machine: Machine, out: Path) -> None:
     machine.sides["candidate"].failure = "import torch: killed by SIGSEGV"
     machine.gate(out)
-    assert json.loads((out / result.NAME).read_text())["moved"] == []
+    assert json.loads((out / state.NAME).read_text())["moved"] == []
 
 
 def test_row_5_percent_slower_is_held(machine: Machine, out: Path) -> None:
@@ -195,7 +196,7 @@ def test_first_answer_precedes_the_sessions(
     saved: list[Finding] = []
 
     def look() -> None:
-        raw = json.loads((out / result.NAME).read_text())
+        raw = json.loads((out / state.NAME).read_text())
         if raw["sessions"] and not raw["sessions"]["started"]:
             saved[:] = [Finding(**f | {"decision": Decision[f["decision"]]}) for f in raw["findings"]]
 
@@ -273,17 +274,17 @@ def test_crash_in_one_session_counts_against_the_candidate_alone(
 
 def test_second_compile_cache_is_filled_once_and_alternates(machine: Machine, out: Path) -> None:
     made = machine.prepare(out)
-    for name, spec in made.env_specs.items():
-        made.env_specs[name] = replace(spec, more=(machine.caches(f"{name} 2"),))
+    for name, spec in made.environments.items():
+        made.environments[name] = replace(spec, more=(machine.caches(f"{name} 2"),))
     used: list[str] = []
-    original = timed_runs.run_duet
+    original = pairing.run_duet
 
     def run_duet(calls: Sequence[LaneCall], flip: bool, timeout: float) -> list[LaneRun]:
         used.extend(call.environment["CACHE"] for call in calls)
         return original(calls, flip, timeout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timed_runs, "run_duet", run_duet)
+        patch.setattr(pairing, "run_duet", run_duet)
         made.run()
     assert used[:8] == [
         "adopted",
@@ -368,7 +369,7 @@ def test_anchor_sessions_survive_a_resume(machine: Machine, out: Path) -> None:
     machine.before_process = kill
     with pytest.raises(Killed):
         machine.gate(out, options)
-    before = json.loads((out / result.NAME).read_text())["anchor"]["log_ratios"]
+    before = json.loads((out / state.NAME).read_text())["anchor"]["log_ratios"]
     assert [len(x) for x in before.values()] == [3]
     machine.before_process, machine.processes = lambda: None, []
     gate = machine.gate(out, options)
@@ -387,10 +388,10 @@ def test_refused_selection_leaves_no_gate_file(
             for run, no in zip(machine.run_lanes(calls, timeout), refused)
         ]
 
-    monkeypatch.setattr(bench, "run_lanes", refuse)
+    monkeypatch.setattr(runner, "run_lanes", refuse)
     with pytest.raises(GateError, match="pytest rejects the selection: no such option"):
         machine.gate(out)
-    assert not (out / result.NAME).exists()
+    assert not (out / state.NAME).exists()
 
 
 def test_resumed_gate_refuses_other_packages(machine: Machine, out: Path) -> None:
@@ -414,7 +415,7 @@ def test_resumed_gate_refuses_another_build_of_a_wheel(machine: Machine, out: Pa
     machine.before_process = kill
     for content, error in (("aaaa", Killed), ("aaaa", Killed), ("bbbb", GateError)):
         bench = machine.prepare(out)
-        bench.env_specs["candidate"] = replace(bench.env_specs["candidate"], wheels={"fast": content})
+        bench.environments["candidate"] = replace(bench.environments["candidate"], wheels={"fast": content})
         with pytest.raises(error) as caught:
             bench.run()
     assert "candidate packages differ from before (fast aaaa -> bbbb)" in str(caught.value)
@@ -424,9 +425,9 @@ def test_resumed_gate_refuses_another_build_of_a_wheel(machine: Machine, out: Pa
 @pytest.mark.parametrize("text", ["", "{}", '{"config": 3}', "[]"])
 def test_invalid_gate_file_is_one_line(out: Path, text: str) -> None:
     out.mkdir()
-    (out / result.NAME).write_text(text)
+    (out / state.NAME).write_text(text)
     with pytest.raises(GateError, match="not a gate that can be resumed"):
-        result.read(out, SessionPlan())
+        state.read(out, SessionPlan())
 
 
 @planted("C37", "a gate resumed on another class of host")
@@ -435,7 +436,7 @@ def test_resumed_gate_refuses_another_host_class(
 ) -> None:
     made = machine.prepare(out)
     made.enter()
-    monkeypatch.setattr(bench, "host_class", lambda: "EPYC, 16 cores")
+    monkeypatch.setattr(measure, "host_class", lambda: "EPYC, 16 cores")
     with pytest.raises(
         GateError, match=r"started on .*, and this is EPYC, 16 cores: gate again, in another --out"
     ):

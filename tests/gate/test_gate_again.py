@@ -13,11 +13,11 @@ import pytest
 from bumpgate.core.baseline import Reviewed, load, save
 from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict, read_record, write_record
-from bumpgate.gate import bench, result
-from bumpgate.gate.again import MOST_TESTS, better_reading, outside_on_one_side
-from bumpgate.gate.answers import Interim
+from bumpgate.gate import runner, state
+from bumpgate.gate.interim import Interim
+from bumpgate.gate.options import GateConfig
 from bumpgate.gate.plan import SessionPlan
-from bumpgate.gate.result import GateConfig
+from bumpgate.gate.remeasure import MOST_TESTS, better_reading, outside_on_one_side
 from bumpgate.gate.verdict import Side
 from bumpgate.process.gpu_shares import divide
 from bumpgate.process.runner import LaneCall, LaneRun
@@ -100,7 +100,7 @@ def test_readings_on_one_side_of_the_bound_are_kept(
     readings(machine, (adopted, 1.0), (candidate, 1.0))
     machine.gate(out)
     assert (reruns(machine), printed(out)) == ([], [])
-    assert not result.read(out, SessionPlan()).sides["candidate"].read_again  # type: ignore[union-attr]
+    assert not state.read(out, SessionPlan()).sides["candidate"].read_again  # type: ignore[union-attr]
 
 
 def test_fast_gate_reads_no_time_again(machine: Machine, out: Path) -> None:
@@ -195,7 +195,7 @@ def test_second_run_that_is_cut_short_changes_nothing(
             for r, no in zip(runs, cut)
         ]
 
-    monkeypatch.setattr(bench, "run_lanes", run)
+    monkeypatch.setattr(runner, "run_lanes", run)
     readings(machine, (13.0, 12.0), (21.0, 13.0))
     gate = machine.gate(out)
     assert labels(gate) == [("HOLD", "REGRESSION")]
@@ -215,7 +215,7 @@ def test_readings_are_taken_on_empty_compile_caches(
             seen.append([*calls])
         return machine.run_lanes(calls, timeout)
 
-    monkeypatch.setattr(bench, "run_lanes", run)
+    monkeypatch.setattr(runner, "run_lanes", run)
     readings(machine, (13.0, 12.0), (21.0, 13.0))
     machine.gate(out, ON_GPU, shares=divide(["0", "1", "2", "3"], 1, range(8)))
     ((adopted, candidate),) = seen
@@ -271,10 +271,10 @@ def test_third_reading_is_never_taken(machine: Machine, out: Path) -> None:
     machine.before_process = kill
     with pytest.raises(Killed):
         machine.gate(out)
-    raw = json.loads((out / result.NAME).read_text())
+    raw = json.loads((out / state.NAME).read_text())
     assert [side["read_again"] for side in raw["sides"].values()] == [True, True]
     raw["sessions"] = None  # killed before the sessions were saved
-    (out / result.NAME).write_text(json.dumps(raw))
+    (out / state.NAME).write_text(json.dumps(raw))
     machine.before_process = lambda: None
     assert labels(machine.gate(out)) == [("HOLD", "REGRESSION")]
     assert reruns(machine) == ["adopted", "candidate"]
@@ -319,11 +319,11 @@ def test_real_processes_read_on_an_empty_cache(tree: Tree, tmp_path: Path) -> No
 
 def test_gate_file_of_an_earlier_version_can_be_read(machine: Machine, out: Path) -> None:
     machine.gate(out)
-    raw = json.loads((out / result.NAME).read_text())
+    raw = json.loads((out / state.NAME).read_text())
     for side in raw["sides"].values():
         assert side.pop("read_again") is False
-    (out / result.NAME).write_text(json.dumps(raw))
-    gate = result.read(out, SessionPlan())
+    (out / state.NAME).write_text(json.dumps(raw))
+    gate = state.read(out, SessionPlan())
     assert gate
     assert not gate.sides["candidate"].read_again
 

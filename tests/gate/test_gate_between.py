@@ -9,8 +9,8 @@ import pytest
 
 from bumpgate.core.findings import Decision, Finding, TimedOutcome
 from bumpgate.core.rows import Judgement, Record, Row, RowError, Value, Verdict, read_record
-from bumpgate.gate.again import outside_on_one_side
-from bumpgate.gate.between import ValueChange, change
+from bumpgate.gate.compare_rows import ValueChange, change
+from bumpgate.gate.remeasure import outside_on_one_side
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.timed import cost, timed_rows
 from bumpgate.gate.verdict import Side, judge_gate

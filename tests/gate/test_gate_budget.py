@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bumpgate.gate import bench, timed_runs
-from bumpgate.gate.budget import Pace, fitting
+from bumpgate.gate import pairing, runner
+from bumpgate.gate.options import GateConfig
+from bumpgate.gate.pairing import Pace, fitting
 from bumpgate.gate.plan import plan_for
-from bumpgate.gate.result import GateConfig
 from bumpgate.gate.timed import Sessions
 from bumpgate.process.gpu_shares import divide
 from bumpgate.process.home import save_durations
@@ -96,14 +97,15 @@ def spend(
     monkeypatch.setenv("BUMPGATE_HOME", str(out / "home"))
     machine.rows = tuple(f"throughput/{test[-1]}/seconds" for test in TESTS)
     clock = Clock(machine, lane, known)
-    monkeypatch.setattr(timed_runs, "time", types.SimpleNamespace(monotonic=clock.monotonic))
-    monkeypatch.setattr(timed_runs, "run_duet", clock.run_duet)
-    monkeypatch.setattr(bench, "run_lanes", clock.run_lanes)
+    monkeypatch.setattr(pairing, "time", types.SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(pairing, "run_duet", clock.run_duet)
+    monkeypatch.setattr(runner, "run_lanes", clock.run_lanes)
     made = machine.prepare(
         out, GateConfig(lane, candidate="torch==2.14.0"), deadline=budget, shares=divide(gpus, 1, range(8))
     )
-    sessions = made.gate.paired = Sessions(dict(zip(machine.rows, TESTS)), plan_for(), 72)
-    timed_runs.TimedRuns(made).sessions(sessions, "adopted")
+    sessions = Sessions(dict(zip(machine.rows, TESTS)), plan_for(), 72)
+    made.gate = replace(made.gate, paired=sessions)
+    pairing.TimedRuns(made.bench, made.gate).sessions(sessions, "adopted")
     return clock
 
 

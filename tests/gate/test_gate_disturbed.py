@@ -9,6 +9,7 @@ import pytest
 
 from bumpgate.core.findings import Decision, TimedOutcome
 from bumpgate.core.rows import Judgement, Record, Row, Verdict, read_record
+from bumpgate.gate import measure
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.verdict import Side, judge_gate
 from tests.support.gating import TIME_TEST, Machine, count, gone, labels, seconds
@@ -69,8 +70,7 @@ def test_disturbed_session_is_replaced_by_another(machine: Machine, out: Path, u
     made = machine.prepare(out)
     made.enter()
     for name in ("adopted", "candidate"):
-        made.gate.sides[name].canaries = {}
-        made.measure([name])
+        made.gate = measure.measure(made.bench, made.gate.changed(name, canaries={}), [name])
     machine.sides["adopted"].spoiled, machine.sides["adopted"].unreviewed = 1, unreviewed
     made.run()
     sessions = made.gate.paired

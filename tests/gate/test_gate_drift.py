@@ -13,9 +13,10 @@ import pytest
 from bumpgate.core import gate_file
 from bumpgate.core.accepted import Acceptance
 from bumpgate.core.findings import Decision, DriftReading, TimedOutcome
-from bumpgate.gate import drift, result, timed_runs
+from bumpgate.gate import drift, pairing, state
 from bumpgate.gate.drift import Drift, covers, find_drifts, successive_drifts
-from bumpgate.gate.result import Gate, GateConfig
+from bumpgate.gate.options import GateConfig
+from bumpgate.gate.state import Gate
 from bumpgate.process.runner import LaneRun
 from bumpgate.review import accept
 from suites.support.planted import planted
@@ -39,7 +40,7 @@ def weekly(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, we
         machine.seed = week
         gate = machine.gate(tmp_path / f"week{week}", GateConfig("cpu", candidate="torch", anchor="torch==0"))
         gates.append(gate)
-        found = gate_file.read(tmp_path / f"week{week}" / result.NAME)
+        found = gate_file.read(tmp_path / f"week{week}" / state.NAME)
         assert isinstance(found, gate_file.GateFile)
         history.append(DriftReading(day, found.readings[row]))
     return gates
@@ -66,7 +67,7 @@ def test_drift_from_history_holds_until_accepted(
     monkeypatch.setattr(accept, "today", lambda: TODAY)
     last = str(TODAY + timedelta(days=9))
     who = {"owner": "ann", "reason": "known", "expires": last}
-    accept.command(row, "cpu", **who, record=out / result.NAME, other_tree=True)
+    accept.command(row, "cpu", **who, record=out / state.NAME, other_tree=True)
     accepted = machine.gate(out.with_name("accepted"))
     assert (accepted.decision, len(accepted.accepted)) == (Decision.ADOPT, 1)
 
@@ -138,7 +139,7 @@ def test_budget_that_ends_sessions_of_the_anchor_is_shown(
         drifted = machine.bench and machine.bench.gate.drifted
         return [] if drifted and drifted.started == 3 else tests
 
-    monkeypatch.setattr(timed_runs, "fitting", fitting)
+    monkeypatch.setattr(pairing, "fitting", fitting)
     gate = machine.gate(out, WITH_ANCHOR, deadline=time.monotonic() + 1e6)
     (finding,) = gate.findings
     assert (gate.decision, finding.label) == (Decision.ADOPT, "NOT RUN")

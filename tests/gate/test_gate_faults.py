@@ -18,11 +18,13 @@ import pytest
 
 from bumpgate import cli
 from bumpgate.env.build import BuildError, NotInstallable
-from bumpgate.gate import bench, result
 from bumpgate.gate import command as gate
+from bumpgate.gate import environments, measure, options, state
+from bumpgate.gate.environments import EnvSpec, side_name
+from bumpgate.gate.options import GateConfig
 from bumpgate.gate.plan import SessionPlan
-from bumpgate.gate.result import Gate, GateConfig
-from bumpgate.gate.sides import EnvSpec, side_name
+from bumpgate.gate.runner import Bench
+from bumpgate.gate.state import Gate
 from bumpgate.process.runner import Installed
 from suites.support.planted import planted
 from tests.support.gate_tree import COUNTS, TIMED, TIMES_TEST, Tree, wait_for
@@ -51,7 +53,7 @@ def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
     def sessions() -> int:
         return (
             (tree.raw()["sessions"] or {"started": 0})["started"]
-            if (tree.root / "g" / result.NAME).exists()
+            if (tree.root / "g" / state.NAME).exists()
             else 0
         )
 
@@ -266,7 +268,7 @@ def test_interpreter_without_kernel_wheels_is_refused(run: Any, tree: Tree) -> N
         f"bumpgate: {tree.adopted} lacks fast, faster of lane cpu: install them (bumpgate wheels plan --lane cpu"
         f" --python {tree.adopted} lists which fit), or add, if that is intended: --without fast --without faster"
     ]
-    assert not (tree.root / "g" / result.NAME).exists()
+    assert not (tree.root / "g" / state.NAME).exists()
     code, _, err = run(*tree.sides(), "--without", "fast")
     assert (code, "lacks faster of lane cpu" in err) == (4, True)
 
@@ -280,12 +282,12 @@ def test_kernel_wheels_named_with_without_are_not_required(
     class StopGateError(BaseException):
         pass
 
-    def bench(gate: Gate, root: Path, out: Path, found: dict[str, EnvSpec], *_: object) -> None:
-        places.update(found)
-        assert gate.config.without == ("fast", "faster")
+    def stop(bench: Bench, _: Gate) -> None:
+        places.update(bench.environments)
+        assert bench.config.without == ("fast", "faster")
         raise StopGateError
 
-    monkeypatch.setattr(gate, "GateRunner", bench)
+    monkeypatch.setattr(gate, "run_gate", stop)
     monkeypatch.setattr("sys.argv", ["bumpgate", *tree.sides(), "--without", "Fast", "--without", "faster"])
     with pytest.raises(StopGateError):
         cli.main()
@@ -300,22 +302,22 @@ def test_environment_that_cannot_be_built_is_unknown(
     def refuse(request: object, **_: object) -> None:
         raise error("torch==99: there is no version of torch==99 (log: build.log)", Path("build.log"), "tail")
 
-    monkeypatch.setattr(gate, "build", refuse)
-    monkeypatch.setattr(gate, "lane_request", lambda *_, **__: None)
+    monkeypatch.setattr(environments, "build", refuse)
+    monkeypatch.setattr(environments, "lane_request", lambda *_, **__: None)
     code, out, _ = run(
         "gate", "--lane", "cpu", "--python-adopted", str(tree.adopted), "--candidate", "torch==99", *COUNTS
     )
     assert code == 125
     assert "INFRA torch==99: there is no version of torch==99" in out
     assert "-> less build.log" in out
-    place = tree.root / "build/gate/cpu-torch-99" / result.NAME
+    place = tree.root / "build/gate/cpu-torch-99" / state.NAME
     assert json.loads(place.read_text())["decision"] == "UNKNOWN"
 
 
 def test_full_disk_is_one_line_and_keeps_measurements(
     run: Any, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, written = result.write_atomic, []
+    write, written = state.write_atomic, []
 
     def full(path: Path, text: str) -> None:
         written.append(text)
@@ -323,12 +325,12 @@ def test_full_disk_is_one_line_and_keeps_measurements(
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         write(path, text)
 
-    monkeypatch.setattr(result, "write_atomic", full)
+    monkeypatch.setattr(state, "write_atomic", full)
     code, out, err = run(*tree.sides(), *COUNTS)
     assert (code, out) == (125, "")
     assert "gate.json: No space left on device; results so far are saved. Resume with: bumpgate gate" in err
     assert "--out g --resume -- suites/canaries suites/compile" in err
-    kept = result.read(tree.root / "g", SessionPlan())
+    kept = state.read(tree.root / "g", SessionPlan())
     assert kept
     assert (kept.finished, kept.sides["adopted"].canaries, kept.sides["candidate"].canaries) == (
         False,
@@ -347,7 +349,7 @@ def test_second_gate_reports_the_process_it_waits_for(tree: Tree) -> None:
         second = tree.start("-c", program, *tree.sides())
         wait_for(lambda: log.exists() and "waiting" in log.read_text())
         assert log.read_text() == "device cpu is in use by process 4711; waiting for it\n"
-        assert not (tree.root / "g" / result.NAME).exists()
+        assert not (tree.root / "g" / state.NAME).exists()
         second.send_signal(signal.SIGINT)
         second.communicate(timeout=120)
     assert second.returncode == gate.INTERRUPTED
@@ -381,18 +383,20 @@ def test_resume_refuses_another_build_of_one_version(
 ) -> None:
     """A torch that is built again from another commit keeps its version, such as 2.15.0a0."""
     commit = {"torch": "a" * 40}
-    monkeypatch.setattr(bench, "installed", lambda python, *_: Installed({"torch": "2.15.0a0"}, dict(commit)))
+    monkeypatch.setattr(
+        measure, "installed", lambda python, *_: Installed({"torch": "2.15.0a0"}, dict(commit))
+    )
     config = GateConfig("cpu", python_candidate="/envs/candidate")
     made = machine.prepare(tmp_path / "gate", config)
 
-    def interrupted() -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(made, "pair", interrupted)
+    monkeypatch.setattr(measure, "pair", interrupted)
     with pytest.raises(KeyboardInterrupt):
         made.run()
     commit["torch"] = "b" * 40
     with pytest.raises(
-        result.GateError, match=r"packages differ from before .torch a{40} -> b{40}.: gate again"
+        options.GateError, match=r"packages differ from before .torch a{40} -> b{40}.: gate again"
     ):
         machine.gate(tmp_path / "gate", config)

@@ -12,9 +12,9 @@ import pytest
 
 from bumpgate.core.baseline import load, save
 from bumpgate.core.findings import Decision
-from bumpgate.gate import bench, timed_runs
-from bumpgate.gate.result import GateConfig
-from bumpgate.gate.sides import EnvSpec
+from bumpgate.gate import pairing, runner
+from bumpgate.gate.environments import EnvSpec
+from bumpgate.gate.options import GateConfig
 from bumpgate.gate.timed import Sessions, TimedReading
 from bumpgate.process.gpu_shares import divide
 from bumpgate.process.runner import LaneCall, LaneRun
@@ -33,7 +33,7 @@ class Calls:
         self.at_once: list[list[LaneCall]] = []
         self.machine = machine
         self.dying: set[str] = set()
-        monkeypatch.setattr(bench, "run_lanes", self.run)
+        monkeypatch.setattr(runner, "run_lanes", self.run)
 
     def run(self, calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:
         self.at_once.append([*calls])
@@ -104,15 +104,15 @@ def test_slower_row_is_held_on_several_gpus(machine: Machine, out: Path) -> None
 def test_further_caches_are_filled_by_all_gpus(calls: Calls, machine: Machine, out: Path) -> None:
     """Four processes on each GPU run a part of the tests of one side; a session uses the pair of its number."""
     made = machine.prepare(out, ON_GPU, shares=FOUR)
-    made.env_specs = {
+    made.environments = {
         name: EnvSpec(Path(f"/envs/{name}"), machine.caches(name), more=(machine.caches(f"{name} 2"),))
         for name in ("adopted", "candidate")
     }
-    for spec in made.env_specs.values():
+    for spec in made.environments.values():
         spec.mark_filled(0, None)
     sessions = Sessions({f"a/{i}/s": f"t.py::test_{i}" for i in range(9)}, None, 2, cache_pairs=2)
     calls.dying = {"warm-adopted-1-0.json", "warm-adopted-1-2.json"}
-    timed_runs.TimedRuns(made).warm(sessions)
+    pairing.TimedRuns(made.bench, made.gate).warm(sessions)
     variables = ("CUDA_VISIBLE_DEVICES", "CACHE", "BUMPGATE_ROUNDS", "BUMPGATE_UNTIMED")
     expected = [("adopted", gpu, "adopted 2", "1", "1") for gpu in ("0", "1") * 4]
     expected += [("candidate", gpu, "candidate 2", "1", "1") for gpu in ("2", "3") * 4]
@@ -124,7 +124,7 @@ def test_further_caches_are_filled_by_all_gpus(calls: Calls, machine: Machine, o
     assert re.search(f"adopted: compile cache 2 filled; [0-9]+ s; {lost}", printed)
     assert re.search("candidate: compile cache 2 filled; [0-9]+ s\n", printed)
     calls.at_once.clear()
-    timed_runs.TimedRuns(made).sessions(sessions, "adopted")
+    pairing.TimedRuns(made.bench, made.gate).sessions(sessions, "adopted")
     variables = ("CACHE", "BUMPGATE_UNTIMED", "BUMPGATE_SESSION")
     caches = [[call[1:] for call in at_once] for at_once in calls.table(*variables)]
     rows = out / "paired_rows.json"
@@ -137,12 +137,12 @@ def test_further_caches_are_filled_by_all_gpus(calls: Calls, machine: Machine, o
 def test_resumed_gate_fills_all_caches_at_once(calls: Calls, machine: Machine, out: Path) -> None:
     """On another machine both pairs are empty."""
     made = machine.prepare(out, ON_GPU, shares=FOUR)
-    made.env_specs = {
+    made.environments = {
         name: EnvSpec(Path(f"/envs/{name}"), machine.caches(name), more=(machine.caches(f"{name} 2"),))
         for name in ("adopted", "candidate")
     }
     sessions = Sessions({"a/0/s": "t.py::test_0", "a/1/s": "t.py::test_1"}, None, 2, cache_pairs=2)
-    timed_runs.TimedRuns(made).warm(sessions)
+    pairing.TimedRuns(made.bench, made.gate).warm(sessions)
     gpus = {"adopted": ("0", "1"), "candidate": ("2", "3")}
     expected = [(name, gpu, name + more) for name in gpus for more in ("", " 2") for gpu in gpus[name]]
     assert calls.table("CUDA_VISIBLE_DEVICES", "CACHE") == [expected]
@@ -153,7 +153,7 @@ def test_resumed_gate_fills_all_caches_at_once(calls: Calls, machine: Machine, o
         "warm-adopted-1-0.json",
         "warm-adopted-1-1.json",
     ]
-    assert all(spec.is_filled(pair, None) for spec in made.env_specs.values() for pair in (0, 1))
+    assert all(spec.is_filled(pair, None) for spec in made.environments.values() for pair in (0, 1))
 
 
 def test_two_gpus_of_a_lane_that_needs_two_are_one_share(calls: Calls, machine: Machine, out: Path) -> None:
@@ -218,7 +218,7 @@ def test_resumed_gate_fills_the_caches_of_another_machine(calls: Calls, machine:
     machine.gate(out, ON_GPU, deadline=0.0)
     calls.at_once.clear()
     for name in ("adopted", "candidate"):
-        machine.prepare(out, ON_GPU).env_specs[name].mark_filled(0, Binding("1", "another tree"))
+        machine.prepare(out, ON_GPU).environments[name].mark_filled(0, Binding("1", "another tree"))
     gate = machine.gate(out, ON_GPU)
     names = [[call.record.name for call in at_once] for at_once in calls.at_once]
     assert names[:4] == [

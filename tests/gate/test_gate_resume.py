@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.gate.result import NAME
+from bumpgate.gate.state import NAME
 from bumpgate.process import tree_digest
 from bumpgate.process.tree_digest import bind
 from suites.support.planted import planted

@@ -12,13 +12,12 @@ import pytest
 from bumpgate.core import accepted, gate_file
 from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Verdict, read_record
-from bumpgate.gate import bench, kept, result
-from bumpgate.gate.bench import GateRunner
+from bumpgate.gate import adopted_run_cache, measure, state
 from bumpgate.process.gpu_shares import divide
 from bumpgate.process.runner import LaneCall, LaneRun
 from bumpgate.process.tree_digest import Binding
 from suites.support.planted import planted
-from tests.support.gating import TIME_TEST, Machine, count, gone
+from tests.support.gating import TIME_TEST, Machine, PreparedGate, count, gone
 
 TREE = Binding("1.0", "c0ffee", {"suites/a.py": "1234"})
 
@@ -28,20 +27,20 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
 
 
-def runner(
+def run_gate(
     machine: Machine, out: Path, tree: Binding | None = None, *, fresh: bool = False, command: str = ""
-) -> GateRunner:
+) -> PreparedGate:
     """Return a gate of two environments that bumpgate built: each has a lock and a filled compile cache."""
     made = machine.prepare(out, fresh=fresh)
     (machine.root / "suites/a.py").write_text('SIZE = os.environ.get("MODEL_SIZE")\n')
-    made.gate.binding = tree or TREE
-    made.gate.config = replace(made.gate.config, command=command)
-    for name, spec in made.env_specs.items():
+    config = replace(made.gate.config, command=command)
+    made.gate = replace(made.gate, binding=tree or TREE, config=config)
+    for name, spec in made.environments.items():
         cache = machine.root.parent / f"cache-{name}"
-        if not kept.folder().exists():
+        if not adopted_run_cache.folder().exists():
             cache.mkdir(exist_ok=True)
         lock = machine.root / f"{name}.pylock.toml"
-        made.env_specs[name] = replace(spec, lock=lock, variables={"TORCHINDUCTOR_CACHE_DIR": str(cache)})  # type: ignore[index]
+        made.environments[name] = replace(spec, lock=lock, variables={"TORCHINDUCTOR_CACHE_DIR": str(cache)})  # type: ignore[index]
     machine.processes.clear()
     made.run()
     return made
@@ -52,10 +51,10 @@ def measured_again(machine: Machine) -> bool:
 
 
 def test_second_gate_takes_the_kept_run(machine: Machine, tmp_path: Path) -> None:
-    first = runner(machine, tmp_path / "first")
+    first = run_gate(machine, tmp_path / "first")
     assert measured_again(machine)
     assert first.gate.sides["adopted"].kept == ""
-    second = runner(machine, tmp_path / "second")
+    second = run_gate(machine, tmp_path / "second")
     assert not measured_again(machine)
     assert machine.processes[:3] == ["suites/canaries:adopted", "suites/canaries:candidate", "all:candidate"]
     assert {"timed:adopted", "timed:candidate"} <= set(machine.processes)
@@ -63,7 +62,7 @@ def test_second_gate_takes_the_kept_run(machine: Machine, tmp_path: Path) -> Non
     started = read_record(tmp_path / "first" / "adopted.json").provenance["started"]
     assert second.gate.sides["adopted"].kept == started
     assert f"its run of {started}: same tree" in (tmp_path / "second" / "output.txt").read_text()
-    found = gate_file.read(tmp_path / "second" / result.NAME)
+    found = gate_file.read(tmp_path / "second" / state.NAME)
     assert isinstance(found, gate_file.GateFile)
     assert found.adopted.record == read_record(tmp_path / "first" / "adopted.json")
 
@@ -71,9 +70,9 @@ def test_second_gate_takes_the_kept_run(machine: Machine, tmp_path: Path) -> Non
 @planted("D6", "the candidate counts another value, next to a kept run of the adopted build")
 def test_candidate_is_compared_with_the_kept_run(machine: Machine, tmp_path: Path) -> None:
     machine.sides["adopted"].counts = machine.sides["candidate"].counts = (count(13),)
-    runner(machine, tmp_path / "first")
+    run_gate(machine, tmp_path / "first")
     machine.sides["candidate"].counts = (count(14),)
-    found = runner(machine, tmp_path / "second").gate
+    found = run_gate(machine, tmp_path / "second").gate
     assert not measured_again(machine)
     assert found.decision is Decision.HOLD
 
@@ -83,12 +82,12 @@ def another_package(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def another_host(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "host_class", lambda: "EPYC, 16 cores")
+    monkeypatch.setattr(measure, "host_class", lambda: "EPYC, 16 cores")
 
 
 def another_day(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    find, later = kept.find, datetime.now(timezone.utc) + timedelta(hours=25)
-    monkeypatch.setattr(kept, "find", lambda name: find(name, later))
+    find, later = adopted_run_cache.find, datetime.now(timezone.utc) + timedelta(hours=25)
+    monkeypatch.setattr(adopted_run_cache, "find", lambda name: find(name, later))
 
 
 def another_variable(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +117,7 @@ def lost_cache(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def damaged_file(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in kept.folder().glob("*.json"):
+    for path in adopted_run_cache.folder().glob("*.json"):
         path.write_text(path.read_text()[:-30])
 
 
@@ -142,24 +141,24 @@ def test_kept_run_is_refused_after_a_change(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runner(machine, tmp_path / "first")
+    run_gate(machine, tmp_path / "first")
     change(machine, monkeypatch)
-    runner(machine, tmp_path / "second")
+    run_gate(machine, tmp_path / "second")
     assert measured_again(machine)
 
 
 def test_kept_run_is_refused_for_another_tree_and_by_fresh(machine: Machine, tmp_path: Path) -> None:
-    runner(machine, tmp_path / "first")
-    runner(machine, tmp_path / "second", replace(TREE, files={"suites/a.py": "5678"}))
+    run_gate(machine, tmp_path / "first")
+    run_gate(machine, tmp_path / "second", replace(TREE, files={"suites/a.py": "5678"}))
     assert measured_again(machine)
-    runner(machine, tmp_path / "third", fresh=True)
+    run_gate(machine, tmp_path / "third", fresh=True)
     assert measured_again(machine)
 
 
 def test_kept_run_is_refused_for_another_command(machine: Machine, tmp_path: Path) -> None:
     """The generated test of a command lies in build/, which is no part of the tree."""
     for out, command in (("first", "python bench.py"), ("second", "python bench.py --size 2")):
-        runner(machine, tmp_path / out, command=command)
+        run_gate(machine, tmp_path / out, command=command)
         assert measured_again(machine)
 
 
@@ -168,32 +167,36 @@ def test_run_of_a_users_interpreter_is_not_kept(machine: Machine, tmp_path: Path
     for out in ("first", "second"):
         machine.processes.clear()
         made = machine.prepare(tmp_path / out)
-        made.gate.binding = TREE
+        made.gate = replace(made.gate, binding=TREE)
         made.run()
         assert measured_again(machine)
 
 
 def test_disturbed_run_is_not_kept(machine: Machine, tmp_path: Path) -> None:
     machine.sides["adopted"].counts = (gone(Verdict.INCONCLUSIVE, "noise", TIME_TEST),)
-    runner(machine, tmp_path / "first")
-    assert not list(kept.folder().glob("*.json"))
+    run_gate(machine, tmp_path / "first")
+    assert not list(adopted_run_cache.folder().glob("*.json"))
 
 
 def test_run_with_times_of_another_host_class_is_kept(machine: Machine, tmp_path: Path) -> None:
     """They are inconclusive there in every run, and the sessions judge them."""
     machine.sides["adopted"].counts = (replace(gone(Verdict.INCONCLUSIVE, "another host"), explains=True),)
-    runner(machine, tmp_path / "first")
-    runner(machine, tmp_path / "second")
+    run_gate(machine, tmp_path / "first")
+    run_gate(machine, tmp_path / "second")
     assert not measured_again(machine)
 
 
 def test_oldest_kept_runs_are_deleted(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "MOST", 2)
+    monkeypatch.setattr(adopted_run_cache, "MOST", 2)
     for number in range(4):
-        runner(machine, tmp_path / str(number), replace(TREE, commit=str(number)))
-    assert len(list(kept.folder().glob("*.json"))) == len(list(kept.folder().glob("*.caches"))) == 2
+        run_gate(machine, tmp_path / str(number), replace(TREE, commit=str(number)))
+    assert (
+        len(list(adopted_run_cache.folder().glob("*.json")))
+        == len(list(adopted_run_cache.folder().glob("*.caches")))
+        == 2
+    )
 
 
 def test_candidate_alone_runs_on_its_half_of_the_gpus(
@@ -212,7 +215,7 @@ def test_candidate_alone_runs_on_its_half_of_the_gpus(
     monkeypatch.setattr(machine, "run_lane", run)
     for out in ("first", "second"):
         seen.clear()
-        made = runner(machine, tmp_path / out)
+        made = run_gate(machine, tmp_path / out)
         assert measured_again(machine) == (out == "first")
         assert ("candidate", "2,3") in seen
         assert ("candidate", "0,1,2,3") not in seen

@@ -10,7 +10,7 @@ import pytest
 from bumpgate.core.accepted import Acceptance
 from bumpgate.core.findings import TimedOutcome
 from bumpgate.gate import command
-from bumpgate.gate.accepted_times import apply_to_times
+from bumpgate.gate.drift import apply_to_times
 from bumpgate.gate.modes import Mode, Modes, Usual, p_lost, slow_mode, slow_sessions
 from bumpgate.gate.plan import Family, SessionPlan, SessionRule, plan_for
 from bumpgate.gate.sequential import decide, summarise
@@ -120,7 +120,7 @@ def test_difference_on_only_one_cache_pair_is_not_slower() -> None:
 def test_anchor_history_without_adopted_build_is_a_notice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command.builds, "adopted", lambda lane: [])
+    monkeypatch.setattr(command.adoptions, "adopted", lambda lane: [])
     assert command._adopted_a_month_ago("cpu") == ""
     assert "no adopted build of lane cpu yet" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate.gate.multiplicity import benjamini_hochberg, holm
+from bumpgate.gate.sequential import benjamini_hochberg, holm
 from tests.support.simulation import rate_text, wilson
 
 FIXED = settings(derandomize=True, max_examples=100, deadline=None)

@@ -15,10 +15,10 @@ import pytest
 
 from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
+from bumpgate.gate.pairing import balanced
 from bumpgate.gate.plan import SessionPlan, SessionRule, plan_for
 from bumpgate.gate.sequential import summarise
 from bumpgate.gate.timed import Sessions, TimedReading, cost, reading
-from bumpgate.gate.timed_runs import balanced
 from bumpgate.plugin import timing
 from bumpgate.plugin.rows import InfraError
 from bumpgate.process.runner import LaneRun

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.core import gate_file
-from bumpgate.gate import result
+from bumpgate.gate import state
 from bumpgate.gate.command import _show, other_variant
 from tests.support.gating import Machine
 
@@ -28,7 +28,7 @@ def test_different_variants_of_torch_are_noted(
 ) -> None:
     machine.sides["adopted"].torch, machine.sides["candidate"].torch = adopted, candidate
     machine.gate(out)
-    found = gate_file.read(out / result.NAME)
+    found = gate_file.read(out / state.NAME)
     assert isinstance(found, gate_file.GateFile)
     note = other_variant(found)
     assert bool(note) == noted
@@ -45,7 +45,7 @@ def test_margin_that_matches_no_row_is_shown_by_the_gate(
     raw = json.loads(path.read_text())
     raw["provenance"]["margins"] = ["no row of this run matches 'a/*'"]
     path.write_text(json.dumps(raw))
-    found = gate_file.read(out / result.NAME)
+    found = gate_file.read(out / state.NAME)
     assert isinstance(found, gate_file.GateFile)
     _show(found, out, again=False)
     assert "margin: no row of this run matches 'a/*'\n" in capsys.readouterr().out

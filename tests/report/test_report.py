@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,7 +17,8 @@ import pytest
 from bumpgate.core import gate_file
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import Record, RecordError, Verdict, write_record
-from bumpgate.gate.result import Gate, GateConfig, SideState
+from bumpgate.gate.options import GateConfig
+from bumpgate.gate.state import Gate, SideState
 from bumpgate.gate.verdict import Side
 from bumpgate.report import command as report
 from bumpgate.report import diffs, markdown, page
@@ -276,11 +278,9 @@ def test_gate_file_reads_every_stage_of_a_gate(tmp_path: Path) -> None:
     made = record(judged(P, row()))
     for name in ("adopted", "candidate"):
         write_record(tmp_path / f"{name}.json", made.provenance, made.judgements)
-        gate.sides[name] = SideState(
-            f"torch {name}", canaries={}, record=f"{name}.json", packages={"torch": "2.14.0"}
-        )
-    gate.decision, gate.finished = Decision.ADOPT, True
-    gate.accepted = ("a/b/c 17: accepted by ada",)
+        side = SideState(f"torch {name}", canaries={}, record=f"{name}.json", packages={"torch": "2.14.0"})
+        gate = gate.with_side(name, side)
+    gate = replace(gate, decision=Decision.ADOPT, finished=True, accepted=("a/b/c 17: accepted by ada",))
     gate.write(tmp_path)
     shown = page.of(gate_file.read(tmp_path / "gate.json"))
     assert (shown.word, shown.failed, shown.problems) == ("ADOPT", False, ())

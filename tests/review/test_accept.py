@@ -17,8 +17,7 @@ from bumpgate.core.accepted import Acceptance
 from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, judge
 from bumpgate.core.findings import Decision, TimedOutcome
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
-from bumpgate.gate.accepted_times import apply_to_times
-from bumpgate.gate.drift import Drift
+from bumpgate.gate.drift import Drift, apply_to_times
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.review import accept

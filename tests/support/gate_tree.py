@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.core.baseline import Baseline, Reviewed, save
-from bumpgate.gate import result
+from bumpgate.gate import state
 from tests.support.project import EXISTING_BYTECODE, GOOD, Project, Result, counted, wrapped_python
 
 CANARY = """
@@ -90,7 +90,7 @@ class Tree(Project):
         return self.bumpgate(*self.sides(), *more)
 
     def raw(self) -> Any:
-        return json.loads((self.root / "g" / result.NAME).read_text())
+        return json.loads((self.root / "g" / state.NAME).read_text())
 
 
 TIMES_TEST = "suites/throughput/test_times.py::test_times[cpu]"

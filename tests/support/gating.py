@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,11 +17,12 @@ from rich.console import Console
 
 from bumpgate.core.findings import DriftReading
 from bumpgate.core.rows import Judgement, Problem, ProblemKind, Row, Value, Verdict, write_record
-from bumpgate.gate import bench, result, timed_runs
-from bumpgate.gate.bench import GateRunner
+from bumpgate.gate import measure, pairing, runner, state
+from bumpgate.gate.environments import EnvSpec
+from bumpgate.gate.options import GateConfig
 from bumpgate.gate.plan import plan_for
-from bumpgate.gate.result import Gate, GateConfig, SideState
-from bumpgate.gate.sides import EnvSpec
+from bumpgate.gate.runner import Bench
+from bumpgate.gate.state import Gate, SideState
 from bumpgate.gate.view import View
 from bumpgate.process.runner import NOTHING_SELECTED, Installed, LaneCall, LaneRun
 from tests.support.lane_files import declare_lanes
@@ -103,7 +105,7 @@ class Machine:
         self.read = Counter[tuple[str, str, int]]()
         self.before_process: Callable[[], None] = lambda: None
         self.recent: Mapping[str, Sequence[DriftReading]] = {}
-        self.bench: GateRunner | None = None
+        self.bench: PreparedGate | None = None
 
     def installed(self, python: Path, *_: object) -> Installed:
         side = self.sides[python.name]
@@ -197,18 +199,19 @@ class Machine:
         folder.mkdir(parents=True, exist_ok=True)
         return {"CACHE": name, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
 
-    def prepare(self, out: Path, config: GateConfig | None = None, **options: Any) -> GateRunner:
-        """Create a bench on this machine; an existing gate in `out` is resumed."""
+    def prepare(self, out: Path, config: GateConfig | None = None, **options: Any) -> PreparedGate:
+        """Prepare a gate on this machine; an existing gate in `out` is resumed."""
         config = config or GateConfig("cpu", candidate="torch==2.14.0")
         plan = plan_for(config.sessions)
         out.mkdir(exist_ok=True)
-        gate = result.read(out, plan) or Gate(config, "2026-03-02T03:00:00+00:00", "bumpgate gate")
-        if config.anchor:
-            gate.sides.setdefault("anchor", SideState())
+        sides = {name: SideState() for name in config.requests}
+        begun = Gate(config, "2026-03-02T03:00:00+00:00", "bumpgate gate", sides=sides)
+        gate = state.read(out, plan) or begun
         places = {name: EnvSpec(Path(f"/envs/{name}"), self.caches(name)) for name in gate.sides}
         view = View(Console(file=(out / "output.txt").open("a"), width=200))
         recent = lambda lane, rows, days: self.recent  # noqa: E731 - the shape of adoptions.recent
-        self.bench = GateRunner(gate, self.root, out, places, view, plan, recent, TODAY, **options)
+        fixed = {"root": self.root, "out": out, "view": view, "plan": plan, "recent": recent, "today": TODAY}
+        self.bench = PreparedGate(gate, places, fixed | options)
         return self.bench
 
     def gate(self, out: Path, config: GateConfig | None = None, **options: Any) -> Gate:
@@ -218,6 +221,45 @@ class Machine:
         return made.gate
 
 
+@dataclass
+class PreparedGate:
+    """A gate that has not run yet.
+
+    gate: its state, as last saved.
+    environments: of its sides, which a test may change.
+    """
+
+    gate: Gate
+    environments: dict[str, EnvSpec]
+    options: dict[str, Any]
+
+    @property
+    def bench(self) -> Bench:
+        """Return the bench; a gate that it saves becomes the state of this one."""
+        started = time.monotonic() - self.gate.wall_seconds
+        made = SavingBench(
+            config=self.gate.config, environments=self.environments, started=started, **self.options
+        )
+        object.__setattr__(made, "saved", self)
+        return made
+
+    def run(self) -> None:
+        self.gate = measure.run_gate(self.bench, self.gate)
+
+    def enter(self) -> None:
+        self.gate = measure.enter(self.bench, self.gate)
+
+
+class SavingBench(Bench):
+    """A bench that notes each state that it saves: the simulated processes read the number of their session there."""
+
+    saved: PreparedGate
+
+    def save(self, gate: Gate) -> Gate:
+        self.saved.gate = super().save(gate)
+        return self.saved.gate
+
+
 def labels(gate: Gate) -> list[tuple[str, str]]:
     """Return (decision, label) of each finding, worst first."""
     return [(f.decision.name, f.label) for f in gate.findings]
@@ -225,7 +267,7 @@ def labels(gate: Gate) -> list[tuple[str, str]]:
 
 def attach(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let gates run on this machine. Without fsync: these tests run hundreds of gates and do not test power loss."""
-    monkeypatch.setattr(bench, "run_lanes", machine.run_lanes)
-    monkeypatch.setattr(timed_runs, "run_duet", machine.run_duet)
-    monkeypatch.setattr(bench, "installed", machine.installed)
+    monkeypatch.setattr(runner, "run_lanes", machine.run_lanes)
+    monkeypatch.setattr(pairing, "run_duet", machine.run_duet)
+    monkeypatch.setattr(measure, "installed", machine.installed)
     monkeypatch.setattr("os.fsync", lambda descriptor: None)

@@ -8,23 +8,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
-from bumpgate.core import lanes
 from bumpgate.core.rows import write_atomic
-from bumpgate.gate.budget import Pace, fitting
 from bumpgate.gate.duet import ROUNDS as DUET_ROUNDS
 from bumpgate.gate.duet import run_duet, shares
+from bumpgate.gate.environments import ROUNDS, SIDES, TEST_SECONDS, TITLES
+from bumpgate.gate.runner import Bench
 from bumpgate.gate.sequential import decide
-from bumpgate.gate.sides import ROUNDS, TEST_SECONDS, TITLES
+from bumpgate.gate.state import Gate
 from bumpgate.gate.timed import Sessions, TimedReading, reading
 from bumpgate.gate.view import session_line, timed_line
 from bumpgate.process.gpu_shares import SESSION, UNTIMED, GpuShare
 from bumpgate.process.home import load_durations
 from bumpgate.process.runner import LaneCall
-
-if TYPE_CHECKING:
-    from bumpgate.gate.bench import GateRunner
 
 # Processes that fill one compile cache on one GPU at the same time. Its tests of large models claim the GPU's memory.
 FILLS_AT_ONCE = 4
@@ -36,7 +32,8 @@ PAIRED = "paired_rows.json"
 class TimedRuns:
     """Runs the timed tests of one gate. options: of pytest, as in the run of the selection."""
 
-    runner: GateRunner
+    bench: Bench
+    gate: Gate
     options: Sequence[str] = ()
 
     def warm(self, sessions: Sessions) -> None:
@@ -45,27 +42,27 @@ class TimedRuns:
         With several shares of the machine, each runs a part of the tests of one side. On a GPU, FILLS_AT_ONCE processes
         share it for each empty cache, since most of their time is compiling and nothing uses their times.
         """
-        tests, sides, specs = sessions.open_tests(), ("adopted", "candidate"), self.runner.env_specs
-        tree, pairs = self.runner.gate.binding, range(sessions.cache_pairs if tests else 0)
+        tests, sides, specs = sessions.open_tests(), SIDES, self.bench.environments
+        tree, pairs = self.gate.binding, range(sessions.cache_pairs if tests else 0)
         for at_once in [pairs] if self._on_cuda else [[pair] for pair in pairs]:
             empty = {name: [p for p in at_once if not specs[name].is_filled(p, tree)] for name in sides}
-            for names in self.runner.groups([name for name in sides if empty[name]]):
+            for names in self.bench.groups([name for name in sides if empty[name]]):
                 self._fill({name: empty[name] for name in names}, tests)
                 for name in names:
                     for pair in empty[name]:
                         specs[name].mark_filled(pair, tree)
         sessions.warm = True
-        self.runner.save()
+        self.bench.save(self.gate)
 
     @property
     def _on_cuda(self) -> bool:
-        return lanes.require(self.runner.root, self.runner.gate.config.lane).device == "cuda"
+        return self.bench.lane.device == "cuda"
 
     def _fill(self, empty: Mapping[str, Sequence[int]], tests: Sequence[str]) -> None:
         """Fill these pairs of compile caches at once. empty: side -> its pairs."""
         calls: dict[tuple[str, int], list[LaneCall]] = {}
-        known = load_durations(self.runner.gate.config.lane)
-        for (name, pairs), own in zip(empty.items(), self.runner.shares_of(len(empty))):
+        known = load_durations(self.bench.config.lane)
+        for (name, pairs), own in zip(empty.items(), self.bench.shares_of(len(empty))):
             places = [*(own or (None,))] * (FILLS_AT_ONCE if self._on_cuda else 1)
             more = {UNTIMED: "1"} if self._on_cuda else {}
             for pair in pairs:
@@ -76,7 +73,7 @@ class TimedRuns:
                 ]
         numbers = " and ".join(str(pair + 1) for pair in sorted({pair for _, pair in calls}))
         runs = iter(
-            self.runner.run_calls(
+            self.bench.run_calls(
                 [*empty], f"compile cache {numbers}", [*chain(*calls.values())], TEST_SECONDS * len(tests)
             )
         )
@@ -86,23 +83,23 @@ class TimedRuns:
             ended = [not run.failure and run.record and run.record.complete for run in own_runs]
             lost = ", ".join(run.log.name for run, whole in zip(own_runs, ended) if not whole)
             lost = lost and f"; {ended.count(True)} of {len(ended)} processes ended, not: {lost}"
-            self.runner.view.say(f"{TITLES[name]}: compile cache {pair + 1} filled; {spent:.0f} s{lost}")
+            self.bench.view.say(f"{TITLES[name]}: compile cache {pair + 1} filled; {spent:.0f} s{lost}")
 
     def sessions(self, sessions: Sessions, other: str) -> None:
         """Run sessions of the candidate and `other` until every row is decided or the budget is spent.
 
-        Near the deadline a session runs as many of the open tests as still fit (bumpgate.gate.budget).
+        Near the deadline a session runs as many of the open tests as still fit (bumpgate.gate.pairing).
         """
         before, longest, pace = sessions.started, 0.0, Pace()
-        lane, in_turn = self.runner.gate.config.lane, 1 if self._at_once() else 2
-        with self.runner.view.doing("") as update:
+        lane, in_turn = self.bench.config.lane, 1 if self._at_once() else 2
+        with self.bench.view.doing("") as update:
             while tests := sessions.open_tests():
                 started = time.monotonic()
-                left = self.runner.deadline - started
+                left = self.bench.deadline - started
                 if left < math.inf:
                     tests = fitting(tests, load_durations(lane), left / in_turn, pace)
                 if left <= 0 or not tests:
-                    self.runner.view.say("the budget is spent: rows that are still open stay INCONCLUSIVE")
+                    self.bench.view.say("the budget is spent: rows that are still open stay INCONCLUSIVE")
                     break
                 update(f"{TITLES[other]} and candidate: {session_line(sessions)}")
                 quarter = sessions.started // 4
@@ -112,19 +109,18 @@ class TimedRuns:
                     max(longest, took),
                     pace.after(tests, load_durations(lane), took / in_turn),
                 )
-                self.runner.save()
+                self.bench.save(self.gate)
                 if sessions.started // 4 > quarter:
-                    self.runner.view.say(
+                    self.bench.view.say(
                         f"{TITLES[other]} and candidate: {session_line(sessions)}; the longest took {longest:.0f} s"
                     )
         if sessions.started > before and sessions.plan:
             outcomes = decide(sessions.log_ratios, sessions.plan, sessions.family)
-            self.runner.view.say(timed_line(list(outcomes.values()), sessions))
+            self.bench.view.say(timed_line(list(outcomes.values()), sessions))
 
     def _at_once(self) -> bool:
         """Return whether the processes of a session run at once: if each can have its own cores."""
-        lane = lanes.require(self.runner.root, self.runner.gate.config.lane)
-        return lane.device == "cpu" and bool(shares())
+        return self.bench.lane.device == "cpu" and bool(shares())
 
     def _session(self, sessions: Sessions, other: str, tests: Sequence[str]) -> None:
         """Run one session: both sides at once, or one after the other (GPU).
@@ -139,7 +135,7 @@ class TimedRuns:
         else:
             sessions.run_several(
                 lambda calls: self._timed_processes(sessions, other, calls),
-                len(self.runner.shares) or 1,
+                len(self.bench.shares) or 1,
                 tests,
             )
 
@@ -159,7 +155,7 @@ class TimedRuns:
     def _timed_processes(
         self, sessions: Sessions, other: str, processes: Sequence[tuple[int, str, Sequence[str]]]
     ) -> list[TimedReading]:
-        own = self.runner.shares or (None,)
+        own = self.bench.shares or (None,)
         names = [side if side == "candidate" else other for _, side, _ in processes]
         calls = [
             self._process(
@@ -174,12 +170,12 @@ class TimedRuns:
             for name, (i, _, tests) in zip(names, processes)
         ]
         timeout = TEST_SECONDS * max(len(tests) for _, _, tests in processes)
-        runs = self.runner.run_calls(sorted(set(names)), "timed processes", calls, timeout)
+        runs = self.bench.run_calls(sorted(set(names)), "timed processes", calls, timeout)
         return [reading(run, tests, sessions.tests) for run, (_, _, tests) in zip(runs, processes)]
 
     def _of_rows(self, sessions: Sessions) -> dict[str, str]:
         """Return env_vars of the processes of a session: the file that names the rows which it pairs."""
-        path = self.runner.out.absolute() / PAIRED
+        path = self.bench.out.absolute() / PAIRED
         write_atomic(path, json.dumps([*sessions.tests]) + "\n")
         return {SESSION: str(path)}
 
@@ -194,7 +190,7 @@ class TimedRuns:
         more: Mapping[str, str] = {},
     ) -> LaneCall:
         env_vars = {"BUMPGATE_ROUNDS": str(rounds), **more}
-        return self.runner.call(name, [*self.options, "-n", "0", *tests], record, pair, env_vars, share)
+        return self.bench.call(name, [*self.options, "-n", "0", *tests], record, pair, env_vars, share)
 
 
 def balanced(tests: Sequence[str], known: Mapping[str, float], count: int) -> list[list[str]]:
@@ -210,3 +206,40 @@ def balanced(tests: Sequence[str], known: Mapping[str, float], count: int) -> li
         lists[i].append(test)
         spent[i] += known.get(test, mean)
     return lists
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Wall seconds of a process, the maximum over the sessions so far; 0 before the first session.
+
+    mean: of one process, for each of its tests. overhead: of one process outside of its tests: start-up and imports.
+    """
+
+    mean: float = 0.0
+    overhead: float = 0.0
+
+    def after(self, tests: Sequence[str], seconds: Mapping[str, float], process: float) -> Pace:
+        """Return the pace after a session of these tests. seconds: node id -> those of a test, if known.
+
+        process: wall seconds of one process.
+        """
+        outside = process - sum(seconds.get(test, math.inf) for test in tests)
+        return Pace(max(self.mean, process / len(tests)), max(self.overhead, outside))
+
+
+def fitting(tests: Sequence[str], seconds: Mapping[str, float], left: float, pace: Pace) -> list[str]:
+    """Return the tests that one process can run in the `left` seconds, in the order of `tests`: as many as possible.
+
+    The shortest are chosen first. seconds: node id -> those of a test; one without takes the mean. If none has them,
+    the mean includes the overhead.
+    """
+    if left <= 0:
+        return []
+    left -= pace.overhead if any(test in seconds for test in tests) else 0.0
+    chosen = set()
+    for test in sorted(tests, key=lambda test: seconds.get(test, pace.mean)):
+        left -= seconds.get(test, pace.mean)
+        if left < 0:
+            break
+        chosen.add(test)
+    return [test for test in tests if test in chosen]

@@ -9,85 +9,54 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core import gate_file
+from bumpgate.core.errors import one_line
 from bumpgate.core.findings import Decision, Finding
-from bumpgate.core.gate_file import GATE_SCHEMA, with_current_names
+from bumpgate.core.gate_file import GATE_SCHEMA, GateFile, with_current_names
 from bumpgate.core.rows import write_atomic
 from bumpgate.env.freeze import changes
 from bumpgate.gate.drift import Drift
+from bumpgate.gate.options import GateConfig, GateError
 from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.sequential import Timed, estimate
 from bumpgate.gate.timed import Sessions
 from bumpgate.process.tree_digest import Binding
 
 NAME = "gate.json"
-# The option of pytest that selects the part of a lane that a fast gate measures.
-FAST = "--fast"
-
-
-class GateError(BumpgateError):
-    """Gate that cannot be started or resumed. One line: the reason and the fix."""
 
 
 @dataclass(frozen=True)
-class GateConfig:
-    """Options of a gate; `--resume` requires the same ones. Interpreters and requirements as the user wrote them.
-
-    candidate_file: sha256 of a candidate that is a wheel file; its version alone may stand for several builds.
-    adopted: a requirement that changes the adopted set. anchor: the older build that is paired with the candidate, too.
-    python_*: interpreters instead of requirements. sessions: the maximum; None for the plan's. selection: of pytest.
-    without: kernel wheels that an interpreter of the user lacks on purpose.
-    command: prints metrics, in place of the pytest selection.
-    """
-
-    lane: str
-    candidate: str = ""
-    adopted: str = ""
-    anchor: str = ""
-    python_adopted: str = ""
-    python_candidate: str = ""
-    python_anchor: str = ""
-    sessions: int | None = None
-    selection: tuple[str, ...] = ()
-    candidate_file: str = ""
-    without: tuple[str, ...] = ()
-    command: str = ""
-
-    @property
-    def fast(self) -> bool:
-        """Whether only tests of a few seconds run, without paired sessions: an early answer that cannot adopt."""
-        return FAST in self.selection
-
-
-@dataclass
 class SideState:
     """State of one environment. canaries: None until they have run. measured: its one run has finished.
 
-    record: a file next to gate.json; None if the run left none. command: rebuilds the environment.
-    python: its interpreter. kept: start of the earlier run that the record is from (bumpgate.gate.kept), "" for none.
+    record: a file next to gate.json; None if the run left none.
+    command: rebuilds the environment.
+    python: its interpreter.
+    kept: start of the earlier run that the record is from (bumpgate.gate.adopted_run_cache), "" for none.
     wheels: of an interpreter of the user, the digest of the files of each kernel wheel: one version may be built for
-    several versions of torch. read_again: its times outside of a bound have been read once more (bumpgate.gate.again).
+        several versions of torch.
+    read_again: its times outside of a bound have been read once more (bumpgate.gate.remeasure).
     """
 
     name: str = ""
     failure: str = ""
-    canaries: dict[str, str] | None = None
+    canaries: Mapping[str, str] | None = None
     measured: bool = False
     record: str | None = None
     command: str = ""
     python: str = ""
-    packages: dict[str, str] = field(default_factory=dict)
-    git_version: dict[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
+    git_version: Mapping[str, str] = field(default_factory=dict)
     kept: str = ""
-    wheels: dict[str, str] = field(default_factory=dict)
+    wheels: Mapping[str, str] = field(default_factory=dict)
     read_again: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Gate:
     """State of a gate. sides: adopted, candidate, and anchor if one is paired. wall_seconds: over all resumes.
 
@@ -103,7 +72,7 @@ class Gate:
     wall_seconds: float = 0.0
     finished: bool = False
     decision: Decision = Decision.UNKNOWN
-    sides: dict[str, SideState] = field(
+    sides: Mapping[str, SideState] = field(
         default_factory=lambda: {"adopted": SideState(), "candidate": SideState()}
     )
     paired: Sessions | None = None
@@ -114,6 +83,19 @@ class Gate:
     accepted: tuple[str, ...] = ()
     host: str = ""
     binding: Binding | None = None
+
+    def with_side(self, name: str, side: SideState) -> Gate:
+        """Return the gate with another state of one side."""
+        return replace(self, sides={**self.sides, name: side})
+
+    def changed(self, name: str, **changes: Any) -> Gate:
+        """Return the gate with these fields of one side changed."""
+        return self.with_side(name, replace(self.sides[name], **changes))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the adopted or the candidate environment cannot be measured."""
+        return any(self.sides[name].failure for name in ("adopted", "candidate"))
 
     @property
     def undecided(self) -> bool:
@@ -129,6 +111,10 @@ class Gate:
     def write(self, out: Path) -> None:
         """Replace gate.json atomically."""
         write_atomic(out / NAME, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+
+    def file(self, out: Path) -> GateFile:
+        """Return the gate as its readers see gate.json in this folder."""
+        return gate_file.parse(out / NAME, self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         paired = self.paired or Sessions({}, None, 0)
@@ -168,13 +154,19 @@ def read(out: Path, plan: SessionPlan) -> Gate | None:
         raw = with_current_names(json.loads(path.read_text(encoding="utf-8")))
         lists = {name: tuple(raw["config"].get(name, ())) for name in ("selection", "without")}
         config = GateConfig(**raw["config"] | lists)
-        gate = Gate(config, raw["started"], raw["command"], raw["wall_seconds"], raw["finished"])
-        gate.decision, gate.host = Decision[raw["decision"]], raw["host"]
-        gate.binding = Binding.from_json(raw["binding"]) if raw["binding"] else None
-        for name, side in raw["sides"].items():
-            gate.sides[name] = SideState(**side)
-        gate.paired = _read_sessions(raw["sessions"], plan)
-        gate.drifted = _read_sessions(raw["anchor"], None)
+        gate = Gate(
+            config,
+            raw["started"],
+            raw["command"],
+            wall_seconds=raw["wall_seconds"],
+            finished=raw["finished"],
+            decision=Decision[raw["decision"]],
+            host=raw["host"],
+            binding=Binding.from_json(raw["binding"]) if raw["binding"] else None,
+            sides={name: SideState(**raw["sides"][name]) for name in raw["sides"]},
+            paired=_read_sessions(raw["sessions"], plan),
+            drifted=_read_sessions(raw["anchor"], None),
+        )
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -8,12 +8,25 @@ reading never decides, and if it looks worse the paired sessions measure it agai
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from enum import Enum
 
 from bumpgate.core import kernel_code
 from bumpgate.core.baseline import violation
 from bumpgate.core.findings import SAME_MARGIN
-from bumpgate.core.rows import ERRORS, TIMES, Judgement, Row, Verdict, is_finite, is_time, metric, same_value
+from bumpgate.core.rows import (
+    ERRORS,
+    TIMES,
+    Judgement,
+    ProblemKind,
+    Record,
+    Row,
+    Verdict,
+    is_finite,
+    is_time,
+    metric,
+    same_value,
+)
 
 # Of two H200s under one build (baselines/records) 4 of 112 error rows moved, by a factor of 1.83 at most; between torch
 # 2.13.0 and 2.15.0 on the CPU 31 of 55 did, by 1.72 at most. Below a hundredth of its bound an error counts as that
@@ -75,8 +88,8 @@ def looks_slower(adopted: Judgement, candidate: Judgement) -> bool:
 
     It is worse than the adopted side's by more than such readings differ, or than the reviewed value by more than its
     tolerance, and the adopted side's is not. These decide without sessions: a bound that the test derives (after a
-    second reading: bumpgate.gate.again), a value that the sessions cannot compare (not above 0), and a tolerance within
-    which they would call the row SAME. A ratio to another implementation is judged by its own time.
+    second reading: bumpgate.gate.remeasure), a value that the sessions cannot compare (not above 0), and a tolerance
+    within which they would call the row SAME. A ratio to another implementation is judged by its own time.
     """
     if (
         timed(candidate.row)
@@ -160,3 +173,23 @@ def _beyond(high: float, low: float, factor: float, floor: float) -> bool:
         return False
     low, high = max(low, floor), max(high, floor)
     return high > low + (factor - 1) * abs(low)
+
+
+def with_disturbed(record: Record, other: Record) -> Record:
+    """Return the record with an INFRA row for each row of `other` whose test the machine stopped here.
+
+    A lane run lists such a test as a problem if none of its rows is reviewed; the rows take the problem's place.
+    """
+    stopped = {p.test: p.why for p in record.problems if p.kind is ProblemKind.INFRA}
+    known = {j.row.id for j in record.judgements}
+    missing = [j.row for j in other.judgements if j.row.test in stopped and j.row.id not in known]
+    added = [Judgement(_unmeasured(row), Verdict.INFRA, stopped[row.test]) for row in missing]
+    named = {row.test for row in missing}
+    left = [p for p in record.problems if p.kind is not ProblemKind.INFRA or p.test not in named]
+    return replace(record, judgements=(*record.judgements, *added), problems=tuple(left))
+
+
+def _unmeasured(row: Row) -> Row:
+    return Row(
+        row.id, None, row.unit, witness=0, rule="", better=row.better, test=row.test, per_build=row.per_build
+    )

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from bumpgate.core.baseline import violation
 from bumpgate.core.rows import (
@@ -24,33 +23,32 @@ from bumpgate.core.rows import (
     read_record,
     write_record,
 )
-from bumpgate.gate.between import direction, kinds, timed
-from bumpgate.gate.sides import ROUNDS, TITLES
+from bumpgate.gate.compare_rows import direction, kinds, timed
+from bumpgate.gate.environments import ROUNDS, SIDES, TITLES
+from bumpgate.gate.runner import Bench
+from bumpgate.gate.state import Gate
 from bumpgate.gate.timed import MEASURED
 from bumpgate.gate.view import cut
-
-if TYPE_CHECKING:
-    from bumpgate.gate.bench import GateRunner
 
 # More tests than these are not outside of their bounds by chance.
 MOST_TESTS = 8
 
 
-def spoiled_again(runner: GateRunner, name: str, record: Record, path: Path) -> Record:
+def spoiled_again(bench: Bench, gate: Gate, name: str, record: Record) -> Record:
     """Rerun the tests of a side that the machine disturbed (INFRA), and merge the new results into its record."""
     disturbed = {j.row.test for j in record.judgements if j.verdict is Verdict.INFRA}
     tests = sorted(disturbed | {p.test for p in record.problems if p.kind is ProblemKind.INFRA})
     if not tests:
         return record
     what = "again the tests that the machine disturbed"
-    selection = [*runner.options(record), *tests]
-    again = runner.run_sides([name], what, selection, "again-{}.json")[name].record
+    selection = [*bench.options(gate, record), *tests]
+    again = bench.run_sides([name], what, selection, "again-{}.json")[name].record
     if again is None or not again.complete:
         return record
     kept = [j for j in record.judgements if j.row.test not in tests]
     problems = [p for p in record.problems if p.test not in tests]
     return write_record(
-        path,
+        bench.out / f"{name}.json",
         record.provenance,
         [*kept, *again.judgements],
         complete=record.complete,
@@ -84,45 +82,45 @@ def _read_once(j: Judgement) -> bool:
     return usable and is_time(j.row) and not timed(j.row) and direction(j.row) != 0
 
 
-def read_again(runner: GateRunner) -> None:
+def read_again(bench: Bench, gate: Gate) -> Gate:
     """Read the times that miss a bound on one side alone once more on both sides, and save each record and the gate."""
-    sides = runner.gate.sides
-    records = {name: runner.record(name) for name in ("adopted", "candidate")}
+    records = {name: bench.record(gate, name) for name in SIDES}
     adopted, candidate = records["adopted"], records["candidate"]
-    if adopted is None or candidate is None or sides["adopted"].failure or sides["candidate"].failure:
-        return
+    if adopted is None or candidate is None or gate.failed:
+        return gate
     rows = outside_on_one_side(adopted, candidate)
-    names = [name for name in records if not sides[name].read_again]
+    names = [name for name in SIDES if not gate.sides[name].read_again]
     if not rows or not names:
-        return
+        return gate
     started, lost = time.monotonic(), ""
     # On a CPU the two sides would disturb each other; shares of a machine with several GPUs do not.
-    for group in runner.groups(names) if runner.shares else [[name] for name in names]:
+    for group in bench.groups(names) if bench.shares else [[name] for name in names]:
         with TemporaryDirectory() as folder:
-            runs = runner.run_sides(
+            runs = bench.run_sides(
                 group,
                 "again the times outside of a bound",
-                [*runner.options(), "-n", "0", *sorted(set(rows.values()))],
+                [*bench.options(gate), "-n", "0", *sorted(set(rows.values()))],
                 "bounds-{}.json",
                 env_vars={"BUMPGATE_ROUNDS": str(ROUNDS)},
                 # On filled caches a time that includes a compilation would pass whatever the build.
-                by_side={name: runner.env_specs[name].empty_caches(Path(folder) / name) for name in group},
+                by_side={name: bench.environments[name].empty_caches(Path(folder) / name) for name in group},
             )
         for name, run in runs.items():
             if run.record and run.record.complete:
-                _merge(runner.out / f"{name}.json", run.record, rows)
+                _merge(bench.out / f"{name}.json", run.record, rows)
             else:
                 lost += (
                     f"; {TITLES[name]}: not read, {run.failure or 'the run was cut short'} (log: {run.log})"
                 )
-            sides[name].read_again = True
-        runner.save()
-    left = outside_on_one_side(*(read_record(runner.out / f"{name}.json") for name in records))
-    runner.view.say(
+            gate = gate.changed(name, read_again=True)
+        gate = bench.save(gate)
+    left = outside_on_one_side(*(read_record(bench.out / f"{name}.json") for name in SIDES))
+    bench.view.say(
         f"{len(rows)} time{'s' * (len(rows) != 1)} outside of a bound on one side, read once more on both: "
         f"{', '.join(cut([*rows]))}; still outside: {', '.join(cut([*left])) or 'none'}; "
         f"{time.monotonic() - started:.0f} s{lost}"
     )
+    return gate
 
 
 def _merge(path: Path, again: Record, rows: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import Record, read_record
-from bumpgate.gate.again import outside_on_one_side
+from bumpgate.gate.remeasure import outside_on_one_side
 from bumpgate.gate.timed import timed_rows
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.gate.view import cut
@@ -56,7 +56,7 @@ class Interim:
     """Compares the rows that both lane runs have saved so far, and reports each cause that holds the candidate once.
 
     records: path of each side's record, which its run rewrites. started: start of the gate, in time.monotonic().
-    again: times outside of a bound on one side will be read once more (bumpgate.gate.again), so they do not hold yet.
+    again: times outside of a bound on one side will be read once more, so they do not hold yet.
     """
 
     lane: str

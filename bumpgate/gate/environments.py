@@ -1,0 +1,164 @@
+"""Environments of a gate's sides: how each is built or taken over, its compile caches and its name."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packaging.utils import canonicalize_name
+
+from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.env import compiled
+from bumpgate.env.build import BuildError, build
+from bumpgate.env.lane import lane_request
+from bumpgate.env.packages import lock_variables
+from bumpgate.env.request import Request
+from bumpgate.gate.options import GateConfig, GateError, RunOptions
+from bumpgate.gate.view import View
+from bumpgate.process.tree_digest import Binding
+from bumpgate.wheels import fitting as wheels
+
+SIDES = ("adopted", "candidate")
+TITLES = {"adopted": "adopted", "candidate": "candidate", "anchor": "anchor"}
+# Rounds that a timed test keeps per process. Enough for a median: the remaining error is per-process bias.
+ROUNDS = 15
+# Variables that name the folder of a compile cache.
+CACHE = re.compile(r"\w+_CACHE_DIR")
+# Above pytest's own timeout per test, which names the test; this one only catches what that cannot stop.
+TEST_SECONDS = 660
+
+
+def side_name(title: str, candidate: str, packages: Mapping[str, str]) -> str:
+    """Return the name of a side: the package that the candidate names, else torch, with this side's version."""
+    named = re.match(r"([A-Za-z0-9][\w.-]*)\s*[=<>~!]", candidate)
+    package = str(canonicalize_name(named[1])) if named else "torch"
+    package = package if package in packages else "torch"
+    return f"{package} {packages[package]} ({title})" if package in packages else title
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """Interpreter of a side. variables: env_vars of its compile caches. more: independent copies, for timed tests.
+
+    failure: why the interpreter is missing.
+    command: rebuilds the environment, or investigates why it could not be built. lock: its resolved lock.
+    wheels: of an interpreter without a lock, the digest of the files of each kernel wheel.
+    """
+
+    python: Path
+    variables: Mapping[str, str] = field(default_factory=dict)
+    failure: str = ""
+    command: str = ""
+    lock: Path | None = None
+    more: tuple[Mapping[str, str], ...] = ()
+    wheels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def cache_folders(self) -> dict[str, str]:
+        """Return the variables that name the folders of its first pair of compile caches."""
+        return {name: folder for name, folder in self.variables.items() if CACHE.fullmatch(name)}
+
+    def empty_caches(self, folder: Path) -> dict[str, str]:
+        """Return the env_vars of empty compile caches in a folder."""
+        return {name: str(folder / name) for name in self.cache_folders}
+
+    def mark_filled(self, pair: int, tree: Binding | None) -> None:
+        """Note next to a pair of compile caches that this work tree has filled them."""
+        mark = self._mark(pair)
+        if mark.parent.is_dir():
+            mark.write_text(tree.tree if tree else "", encoding="utf-8")
+
+    def is_filled(self, pair: int, tree: Binding | None) -> bool:
+        """Return whether this work tree has filled them: not if a gate is resumed on another machine."""
+        mark = self._mark(pair)
+        return mark.is_file() and mark.read_text(encoding="utf-8") == (tree.tree if tree else "")
+
+    def _mark(self, pair: int) -> Path:
+        return (
+            Path(self.caches(pair).get("TORCHINDUCTOR_CACHE_DIR", "/nonexistent/inductor")).parent / "filled"
+        )
+
+    def caches(self, pair: int) -> Mapping[str, str]:
+        """Return the env_vars of one pair of compile caches."""
+        return (self.variables, *self.more)[pair]
+
+
+def environments(config: GateConfig, root: Path, view: View, how: RunOptions) -> dict[str, EnvSpec]:
+    """Return an environment for each side. A side that cannot be built has its `failure` set.
+
+    Raises GateError if an interpreter of the user lacks a kernel wheel that `--without` does not name.
+    """
+    sources: dict[str, Any] = {"index": how.index, "find_links": how.find_links}
+    requests = {
+        name: lane_request(root, config.lane, requirement or None, **sources)
+        for name, (python, requirement) in config.requests.items()
+        if not python
+    }
+    return {
+        name: _of_set(name, requests[name], root, config.lane, view)
+        if name in requests
+        else _of_interpreter(name, python, root, config, new=not how.resume)
+        for name, (python, _) in config.requests.items()
+    }
+
+
+def _of_interpreter(name: str, python: str, root: Path, config: GateConfig, *, new: bool) -> EnvSpec:
+    """Return the environment of an interpreter of the user. new: its gate is not resumed."""
+    listing = f"{shlex.quote(python)} -m pip list"
+    try:
+        absent = wheels.missing(root, config.lane, Path(python))
+        contents = wheels.contents(root, config.lane, Path(python))
+    except BumpgateError as error:
+        return EnvSpec(Path(), {}, one_line(error), listing)
+    _refuse_unprepared(config, python, absent)
+    lacking = wheels.variables({each: f"{why} (--without)" for each, why in absent.items()})
+    key = compiled.HANDED_IN + hashlib.sha256(python.encode()).hexdigest()[:16]
+    own = {**lock_variables(None), **lacking, **compiled.bytecode(key, name, new=new)}
+    first, *more = ({**c, **own} for c in compiled.copies(key, name))
+    return EnvSpec(Path(python), first, command=listing, more=tuple(more), wheels=contents)
+
+
+def _of_set(name: str, request: Request, root: Path, lane: str, view: View) -> EnvSpec:
+    """Build the environment of a set of packages."""
+    try:
+        with view.doing(f"{TITLES[name]}: building its environment"):
+            made = build(request, say=view.say)
+            fitted = wheels.fit(root, lane, request, made, request.find_links, view.say)
+    except BuildError as error:
+        return EnvSpec(Path(), {}, one_line(error), f"less {shlex.quote(str(error.log))}")
+    except BumpgateError as error:
+        return EnvSpec(Path(), {}, one_line(error), "bumpgate doctor")
+    made = fitted.environment
+    own = {**lock_variables(made.lock), **wheels.variables(fitted.absent)}
+    first, *more = ({**c, **own} for c in compiled.copies(made.key, name))
+    listing = f"cat {made.lock}" if made.lock else ""
+    return EnvSpec(made.python, first, command=listing, lock=made.lock, more=tuple(more))
+
+
+def _refuse_unprepared(config: GateConfig, python: str, absent: Mapping[str, str]) -> None:
+    """Raise GateError if an interpreter lacks kernel wheels of the lane that `--without` does not name.
+
+    Otherwise an environment that was prepared badly would be judged without the rows of its peers.
+    """
+    unnamed = [package for package in absent if package not in config.without]
+    if unnamed:
+        options = " ".join(f"--without {package}" for package in unnamed)
+        raise GateError(
+            f"{python} lacks {', '.join(unnamed)} of lane {config.lane}: install them"
+            f" (bumpgate wheels plan --lane {config.lane} --python {shlex.quote(python)} lists which fit),"
+            f" or add, if that is intended: {options}"
+        )
+
+
+def keep_locks(specs: Mapping[str, EnvSpec], out: Path) -> None:
+    """Keep the resolved lock next to gate.json: `bumpgate adopt` needs it when the environment is gone."""
+    for name, spec in specs.items():
+        (out / f"{name}.pylock.toml").unlink(missing_ok=True)
+        if spec.lock:
+            shutil.copyfile(spec.lock, out / f"{name}.pylock.toml")

@@ -1,0 +1,348 @@
+"""Steps of a gate, each a function from its state to the next: environments, canaries, lanes, pairs, verdict.
+
+Each step is saved before the next begins. On CPU both environments run at once, each with half of the workers; a
+test that needs the machine to itself waits for the other side as well. The complete selection runs in each, timed tests
+included: this warms both compile caches, so that no session has a cold start, and shows which rows are timed (those
+that carry an interval).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from bumpgate.core import accepted
+from bumpgate.core.errors import one_line
+from bumpgate.core.findings import Finding, group
+from bumpgate.core.rows import Problem, Record, read_record, write_record
+from bumpgate.env.freeze import changes
+from bumpgate.gate import adopted_run_cache, drift
+from bumpgate.gate.drift import apply_to_times, find_drifts
+from bumpgate.gate.environments import ROUNDS, SIDES, TITLES, side_name
+from bumpgate.gate.interim import Interim, certain_findings, first_answer
+from bumpgate.gate.options import GateError
+from bumpgate.gate.pairing import TimedRuns
+from bumpgate.gate.remeasure import read_again, spoiled_again
+from bumpgate.gate.runner import Bench
+from bumpgate.gate.sequential import summarise
+from bumpgate.gate.state import NAME, Gate
+from bumpgate.gate.timed import Sessions, timed_rows
+from bumpgate.gate.verdict import (
+    Side,
+    anchor_gap,
+    judge_gate,
+    left_out,
+    of_adopted_alone,
+    tree_gap,
+    unequal_losses,
+)
+from bumpgate.process.host import host_class
+from bumpgate.process.runner import NOTHING_SELECTED, USAGE, LaneRun, by_hand, installed
+from bumpgate.process.tree_digest import SHOWN
+from bumpgate.table import summary
+
+
+def run_gate(bench: Bench, gate: Gate) -> Gate:
+    """Run the remaining steps, then judge. Raises GateError if pytest rejects the selection."""
+    gate = enter(bench, replace(gate, finished=False))
+    if not gate.failed:
+        for names in bench.groups([name for name in SIDES if gate.sides[name].canaries is None]):
+            gate = bench.save(canaries(bench, gate, names))
+        gate = recall(bench, gate)
+        for names in bench.groups([name for name in SIDES if not gate.sides[name].measured]):
+            gate = bench.save(measure(bench, gate, names))
+        if gate.paired is None and not bench.config.fast:
+            gate = show_first_answer(bench, read_again(bench, gate))
+        gate = pair(bench, gate)
+    return bench.save(replace(judge(bench, gate), finished=True))
+
+
+def enter(bench: Bench, gate: Gate) -> Gate:
+    """Record each side's installed packages, or why its environment is unavailable.
+
+    Raises GateError on another host, on other packages than before, and if a side that was measured before the gate
+    was resumed does not start for what is left.
+    """
+    host = host_class()
+    if gate.host not in ("", host):
+        raise GateError(f"started on {gate.host}, and this is {host}: gate again, in another --out")
+    gate = replace(gate, host=host)
+    unusable: dict[str, str] = {}
+    for name in gate.sides:
+        gate, failure = _enter_side(bench, gate, name)
+        if gate.sides[name].measured and failure:
+            unusable[name] = failure
+        shown = gate.sides[name].name
+        bench.view.say(f"{shown}: {failure}" if failure else shown)
+    for line in gate.moved:
+        bench.view.say(f"moved: {line}")
+    gate = bench.save(gate)
+    for name, failure in unusable.items():
+        if gate.paired is None or gate.paired.open_tests():
+            raise GateError(
+                f"the {TITLES[name]} environment does not start any more ({one_line(failure)}): repair it, then "
+                "--resume; what was measured is kept"
+            )
+    return gate
+
+
+def _enter_side(bench: Bench, gate: Gate, name: str) -> tuple[Gate, str]:
+    """Return the gate with a side's packages, and why its environment does not start; "" if it does."""
+    side, spec = gate.sides[name], bench.environments[name]
+    side = replace(side, command=spec.command, python="" if spec.failure else str(spec.python))
+    failure = spec.failure
+    if not failure:
+        with bench.view.doing(f"{TITLES[name]}: importing torch"):
+            found = installed(spec.python, bench.root, bench.config.lane, spec.variables)
+        failure = found.failure
+        if not failure:
+            then = (side.packages, side.git_version, side.wheels)
+            for was, now in zip(then, (found.packages, found.git_version, spec.wheels)):
+                if side.packages and was != now:
+                    raise other_packages(name, was, now)
+            side = replace(
+                side,
+                packages=dict(found.packages),
+                git_version=dict(found.git_version),
+                wheels=dict(spec.wheels),
+            )
+    side = replace(side, name=side_name(TITLES[name], bench.config.candidate, side.packages))
+    if not side.measured:
+        side = replace(side, failure=failure)
+    return gate.with_side(name, side), failure
+
+
+def canaries(bench: Bench, gate: Gate, names: Sequence[str]) -> Gate:
+    """Run the canaries in these environments and record why each failed one did."""
+    folder = bench.lane.canaries
+    if not folder or not (bench.root / folder).exists():
+        # A lane without canaries verifies each row's instrument in the row's own process.
+        reason = f"no {folder} in this tree, so no instrument is verified"
+        for name in names:
+            gate = gate.changed(name, canaries={"canaries": reason} if folder else {})
+        return gate
+    for name, run in bench.run_sides(names, "canaries", [folder], "canaries-{}.json").items():
+        gate = gate.changed(name, canaries=_failed_canaries(bench, name, run))
+    return gate
+
+
+def _failed_canaries(bench: Bench, name: str, run: LaneRun) -> dict[str, str]:
+    if run.code == NOTHING_SELECTED:
+        bench.view.say(f"{TITLES[name]}: this lane has no canaries")
+        return {}
+    judgements = run.record.judgements if run.record else ()
+    failed = {
+        j.row.id.split("/")[1]: one_line(j.row.evidence[0] if j.row.evidence else j.reason)
+        for j in judgements
+        if j.row.value is not True
+    }
+    if not failed and (run.failure or (run.record and run.record.problems)):
+        failed["canaries"] = one_line(run.failure or (run.record and str(run.record.problems[0])))
+    outcome = f"FAILED: {', '.join(failed)}" if failed else f"{len(judgements)} agree"
+    bench.view.say(f"{TITLES[name]}: canaries: {outcome}; {run.seconds:.0f} s")
+    return failed
+
+
+def measure(bench: Bench, gate: Gate, names: Sequence[str]) -> Gate:
+    """Run the selection once per side. Raises GateError if pytest rejects it in the adopted environment."""
+    variables = {"BUMPGATE_ROUNDS": str(ROUNDS), **bench.tiers(gate)}
+    with _interim(bench, gate, names).watching():
+        runs = bench.run_sides(
+            names, "counts and numerics", bench.config.selection, "{}.json", env_vars=variables
+        )
+    if "adopted" in runs and runs["adopted"].code == USAGE:
+        # Nothing is measured yet, so there is nothing to resume.
+        (bench.out / NAME).unlink()
+        raise GateError(f"pytest rejects the selection: {runs['adopted'].failure}")
+    for name, run in runs.items():
+        gate = gate.changed(name, measured=True, failure=run.failure)
+        bench.environments[name].mark_filled(0, gate.binding)
+        if run.record:
+            path = bench.out / f"{name}.json"
+            record = spoiled_again(bench, gate, name, run.record)
+            gate = gate.changed(name, record=path.name)
+            bench.view.say(f"{TITLES[name]}: {summary(record)}")
+            if name == "adopted" and not run.failure:
+                _keep(bench, gate, record)
+        if run.failure:
+            bench.view.say(f"{TITLES[name]}: {run.failure} (log: {run.log})")
+    return gate
+
+
+def _keep(bench: Bench, gate: Gate, record: Record) -> None:
+    if (key := _cache_key(bench, gate)) and not tree_gap(gate, bench.tree()):
+        caches = bench.environments["adopted"].cache_folders.values()
+        adopted_run_cache.save(key, record, bench.out / "adopted.json", caches)
+
+
+def recall(bench: Bench, gate: Gate) -> Gate:
+    """Take the adopted side's rows from a cached run of the same tree, packages and host, if there is one."""
+    key = _cache_key(bench, gate)
+    usable = key and not (gate.sides["adopted"].measured or bench.fresh)
+    found = adopted_run_cache.find(key) if usable else None
+    if found is None:
+        return gate
+    path, started = found
+    record = read_record(path)
+    write_record(
+        bench.out / "adopted.json",
+        record.provenance,
+        record.judgements,
+        complete=True,
+        problems=record.problems,
+    )
+    bench.view.say(f"{TITLES['adopted']}: {summary(record)}")
+    bench.view.say(f"  its run of {started}: same tree, packages and host (--fresh runs it again)")
+    return bench.save(gate.changed("adopted", kept=started, measured=True, record="adopted.json"))
+
+
+def _cache_key(bench: Bench, gate: Gate) -> str:
+    """Return the key of the adopted side's run; "" if its rows may depend on more than can be recorded.
+
+    A user's interpreter can change while its versions stay.
+    """
+    side, config, tree = gate.sides["adopted"], bench.config, gate.binding
+    if bench.environments["adopted"].lock is None or tree is None:
+        return ""
+    entries = accepted.load(bench.root / "baselines" / accepted.FILE)
+    return adopted_run_cache.key(
+        lane=config.lane,
+        selection=config.selection,
+        command=config.command,
+        without=config.without,
+        variables={
+            "rounds": ROUNDS,
+            **bench.tiers(gate),
+            **adopted_run_cache.variables(bench.root, tree.files),
+        },
+        tree=tree.tree,
+        bumpgate=tree.bumpgate,
+        # The cached rows are judged by the acceptances that hold today.
+        accepted=sorted(repr(a) for a in entries if a.lane == config.lane and not a.expired(bench.today)),
+        python=side.python,
+        packages=side.packages,
+        git_version=side.git_version,
+        host=gate.host,
+        gpus=[len(s.gpus) for s in bench.halves(["adopted"])[0]],
+    )
+
+
+def pair(bench: Bench, gate: Gate) -> Gate:
+    """Run the sessions with the adopted build, then those with the anchor, if any; none of a fast gate."""
+    if bench.config.fast:
+        return gate
+    adopted, candidate = (bench.record(gate, name) for name in SIDES)
+    if adopted is None or candidate is None or gate.failed:
+        return gate
+    paired = gate.paired
+    if paired is None:
+        pairs = 1 + min(len(bench.environments[name].more) for name in SIDES)
+        paired = Sessions(timed_rows(adopted, candidate), bench.plan, bench.plan.budget, cache_pairs=pairs)
+        gate = replace(gate, paired=paired)
+    timed = TimedRuns(bench, gate, bench.options(gate))
+    timed.warm(paired)
+    timed.sessions(paired, "adopted")
+    if "anchor" in gate.sides and not gate.sides["anchor"].failure:
+        if gate.drifted is None:
+            gate = bench.save(replace(gate, drifted=Sessions(paired.tests, None, drift.SESSIONS)))
+        assert gate.drifted is not None
+        replace(timed, gate=gate).sessions(gate.drifted, "anchor")
+    return gate
+
+
+def show_first_answer(bench: Bench, gate: Gate) -> Gate:
+    """Show and save what is known before the sessions begin: the findings that do not depend on times."""
+    sides = _sides(bench, gate)
+    if not (sides["adopted"].record and sides["candidate"].record):
+        return gate
+    found = certain_findings(bench.config.lane, sides["adopted"], sides["candidate"])
+    for line in first_answer(found):
+        bench.view.say(line)
+    return bench.save(replace(gate, findings=tuple(found)))
+
+
+def _interim(bench: Bench, gate: Gate, running: Sequence[str]) -> Interim:
+    """Return a comparison of the records that these running sides, and those measured before, have so far."""
+    there = [name for name in SIDES if name in running or gate.sides[name].record]
+    return Interim(
+        lane=bench.config.lane,
+        sides=_sides(bench, gate),
+        records={name: bench.out / f"{name}.json" for name in there},
+        started=bench.started,
+        say=bench.view.say,
+        again=not bench.config.fast,
+    )
+
+
+def judge(bench: Bench, gate: Gate) -> Gate:
+    """Compute the decision and its findings from all measurements."""
+    lane, sides = bench.config.lane, _sides(bench, gate)
+    alone: list[Problem] = []
+    if gate.paired:
+        sides, alone = _with_faults(sides, gate.paired)
+        if gate.drifted:
+            drift_faults = gate.drifted.problems("candidate")
+            sides = {**sides, "candidate": _with_problems(sides["candidate"], drift_faults)}
+        timed_so_far = summarise(gate.paired.log_ratios, bench.plan, gate.paired.family)
+        gate = replace(gate, timed=timed_so_far)
+    drifted = gate.drifted.log_ratios if gate.drifted else {}
+    acceptances = accepted.load(bench.root / "baselines" / accepted.FILE)
+    found = find_drifts(bench.recent, lane, list(gate.timed), drifted, bench.today, acceptances)
+    timed, crept, lines = apply_to_times(gate.timed, found, acceptances, lane, bench.today)
+    verdict = judge_gate(lane, sides["adopted"], sides["candidate"], timed, crept)
+    lost = unequal_losses(lane, gate.paired) if gate.paired else []
+    gaps = [
+        *anchor_gap(gate, bench.root, bench.options(gate)),
+        *tree_gap(gate, bench.tree()),
+        *left_out(gate, bench.record(gate, "candidate")),
+    ]
+    findings = group([*verdict.findings, *of_adopted_alone(lane, alone), *lost, *gaps])
+    return replace(
+        gate,
+        drifts={row: drifts[-1] for row, drifts in found.items()},
+        decision=findings[0].decision if findings else verdict.decision,
+        findings=tuple(_with_interpreter(bench, gate, f) for f in findings),
+        accepted=tuple(lines),
+    )
+
+
+def _sides(bench: Bench, gate: Gate) -> dict[str, Side]:
+    """Return the sides for the verdict. A side that was not run because of the other one has an empty record."""
+    found = {}
+    for name, side in gate.sides.items():
+        spared = not (side.measured or side.failure)
+        record = Record({"lane": bench.config.lane}, ()) if spared else bench.record(gate, name)
+        found[name] = Side(side.name, record, side.failure, side.canaries or {}, command=side.command)
+    return found
+
+
+def _with_interpreter(bench: Bench, gate: Gate, f: Finding) -> Finding:
+    """Put the side's interpreter into the repro: plain `pytest` depends on the shell's environment."""
+    python = bench.environments["adopted" if f.adopted and not f.candidate else "candidate"].python
+    if not f.repro.startswith("pytest "):
+        return f
+    return replace(f, repro=by_hand(python, bench.root, f.repro, bench.options(gate)))
+
+
+def other_packages(name: str, then: Mapping[str, str], now: Mapping[str, str]) -> GateError:
+    """Return the error for resuming with a side whose environment has changed."""
+    moved = changes(then, now)
+    more = f" and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
+    what = f"{', '.join(moved[:SHOWN])}{more}"
+    return GateError(f"the {TITLES[name]} packages differ from before ({what}): gate again, in another --out")
+
+
+def _with_faults(sides: Mapping[str, Side], sessions: Sessions) -> tuple[dict[str, Side], list[Problem]]:
+    """Add the problems of the timed processes to both sides' records; return also those of the adopted side alone."""
+    candidate = _with_problems(sides["candidate"], sessions.problems("candidate"))
+    of_candidate = {p.test for p in candidate.record.problems} if candidate.record else set()
+    faults = sessions.problems("adopted")
+    shared = [p for p in faults if p.test in of_candidate]
+    adopted = _with_problems(sides["adopted"], shared)
+    return {**sides, "adopted": adopted, "candidate": candidate}, [p for p in faults if p not in shared]
+
+
+def _with_problems(side: Side, problems: Sequence[Problem]) -> Side:
+    if side.record is None or not problems:
+        return side
+    return replace(side, record=replace(side.record, problems=(*side.record.problems, *problems)))
