@@ -7,18 +7,14 @@ of the lane's requirements follow the lock. Nothing is written before every whee
 from __future__ import annotations
 
 import platform
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag
-from packaging.utils import canonicalize_name, parse_wheel_filename
-from packaging.version import Version
+from packaging.utils import parse_wheel_filename
 
 from bumpgate.core import lanes as declared
 from bumpgate.core.baseline import find_root
@@ -28,12 +24,10 @@ from bumpgate.env import store
 from bumpgate.env.build import resolve
 from bumpgate.env.lane import LaneContext
 from bumpgate.env.locks import Lock, Locked, LockError, Wheel, parse_lock, write_lock
-from bumpgate.env.packages import satisfies
+from bumpgate.env.requirements import Pins, requirements_file
+from bumpgate.env.requirements import pinned as with_pins
 from bumpgate.env.uv import http_options, local_path, public_url
 from bumpgate.env.versions import tag_ranks
-
-# A requirement that names one version, as it starts a line.
-PIN = re.compile(r"(?P<name>[\w.-]+)\s*(\[[^]]*\])?\s*==\s*(?P<version>[\w.!+-]+)(?![\w.*!+-])")
 
 
 def command(
@@ -182,49 +176,10 @@ def blocks(place: str) -> Iterator[bytes]:
 
 
 def pinned_requirements(lane: LaneContext, lock: Lock) -> dict[Path, str]:
-    """Return path -> text of the file with the lane's requirements, its exact pins as in the lock; empty if it stays.
-
-    Those are the extra in pyproject.toml, with the extras that it includes, or the requirements file. Comments and
-    order are kept, and packages that the lock does not have.
-    """
-    path = lane.root / (lane.declared.requirements or declared.PROJECT)
+    """Return path -> text of the lane's requirements file with its pins as in the lock; empty if it stays."""
+    path = requirements_file(lane.root, lane.declared)
     if not path.exists():
         return {}
-    text = path.read_text(encoding="utf-8")
-    if lane.declared.requirements:
-        new = "".join(_pinned(line, lock.versions) for line in text.splitlines(keepends=True))
-    else:
-        new = _pinned_project(text, lane.declared.extra or lane.name, lock.versions)
+    text = path.read_bytes().decode("utf-8")
+    new = with_pins(lane.declared, text, Pins(lock))
     return {path: new} if new != text else {}
-
-
-def _pinned(text: str, versions: Mapping[str, str]) -> str:
-    """Return a requirement, or a line of a requirements file, with its exact pin moved to the locked version."""
-    found = PIN.match(text)
-    version = versions.get(canonicalize_name(found["name"])) if found else None
-    if found is None or version is None or keeps(version, SpecifierSet(f"=={found['version']}")):
-        return text
-    start, end = found.span("version")
-    return f"{text[:start]}{Version(version).public}{text[end:]}"
-
-
-def _pinned_project(text: str, extra: str, versions: Mapping[str, str]) -> str:
-    import tomlkit
-
-    document = tomlkit.parse(text)
-    project: Any = document.get("project", {})
-    extras: Any = project.get("optional-dependencies", {})
-    waiting, changed = [extra], False
-    for name in waiting:
-        for index, old in enumerate(map(str, extras.get(name, ()))):
-            if (own := Requirement(old)).name == project.get("name"):
-                waiting += [inner for inner in sorted(own.extras) if inner not in waiting]
-            elif (new := _pinned(old, versions)) != old:
-                extras[name][index], changed = new, True
-    return tomlkit.dumps(document) if changed else text
-
-
-def keeps(version: str, pin: SpecifierSet) -> bool:
-    """Return whether a version satisfies a pin; an index may omit the local label that the pin has."""
-    without = re.sub(r"\+[\w.]+", "", str(pin)) if Version(version).local is None else str(pin)
-    return satisfies(version, SpecifierSet(without))

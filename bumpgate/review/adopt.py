@@ -22,6 +22,7 @@ from bumpgate.core.gate_file import GateFile
 from bumpgate.env.freeze import changes, fill_store, store_adopted
 from bumpgate.env.lane import LaneContext, lane_lock
 from bumpgate.env.locks import lock_text, read_lock
+from bumpgate.env.requirements import requirements_file
 from bumpgate.history import adoptions
 from bumpgate.history.adoptions import Adoption, ReviewedFinding
 from bumpgate.process.file_transaction import (
@@ -44,7 +45,6 @@ from bumpgate.review.kernel_wheels import (
     given_up_rows,
     lost_rows,
     moved_declaration,
-    taken_back,
 )
 from bumpgate.review.measured_set import (
     MeasuredSet,
@@ -224,28 +224,25 @@ def _adopting(
     record = gate.candidate.record
     assert record is not None
     lock = measured.lock
-    lane, locked = gate.lane, lane_lock(root, gate.lane)
-    context = LaneContext(root, lane)
-    reviewed_rows = context.baseline_path
+    lane, context = gate.lane, LaneContext(root, gate.lane)
     torch = str(record.provenance.get("torch") or lock.versions.get("torch", ""))
     declaration, row = moved_declaration(context, lock, torch, without)
     check_declaration(context, row, lock)
-    old = load(reviewed_rows, lane, missing_ok=True)
+    old = load(context.baseline_path, lane, missing_ok=True)
     lost = lost_rows(gate, old)
     given_up = given_up_rows(lost, without)
     new, moved_rows, left = moved_baseline(gate, old, {r.row for r in findings}, given_up)
-    after = {
-        locked: lock_text(lock),
-        declaration: row,
-        **moved_requirements(root, lane, lock, without, taken_back(context, lock)),
-        reviewed_rows: file_text(new),
-    }
+    after = {context.lock_path: lock_text(lock), declaration: row}
+    required = requirements_file(root, context.declared)  # a guest may declare its lane in the same file
+    if (text := after.get(required) or read(required)) is not None:
+        after[required] = moved_requirements(context, text, lock, without)
+    after[context.baseline_path] = file_text(new)
     edits = [
         Edit(p.relative_to(root).as_posix(), before, text)
         for p, text in after.items()
         if text is not None and (before := read(p)) != text
     ]
-    versions = read_lock(locked).versions if locked.exists() else {}
+    versions = context.lock.versions if context.lock else {}
     entry = Adoption(
         lane=lane,
         day=accepted.today(),

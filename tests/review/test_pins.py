@@ -10,8 +10,9 @@ import pytest
 
 from bumpgate.core import lanes
 from bumpgate.core.toml import tomllib
-from bumpgate.env.lane import lane_lock
+from bumpgate.env.lane import LaneContext, lane_lock
 from bumpgate.env.locks import Lock, Locked, Wheel, read_lock, write_lock
+from bumpgate.env.requirements import requirements_file
 from bumpgate.process.file_transaction import AdoptionError
 from bumpgate.review.requirements import moved_requirements
 from tests.support.adopting import LANE, VERSIONS, AdoptTree, wheels
@@ -58,9 +59,15 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def moved(root: Path, lane: str, *without: str) -> dict[str, str]:
-    found = moved_requirements(root, lane, lock_of(NEW), without)
-    return {path.relative_to(root).as_posix(): text for path, text in found.items()}
+def moved(root: Path, name: str, *without: str, lock: Lock | None = None) -> dict[str, str]:
+    """Return the changed file of a lane's requirements, and its new text."""
+    lane = LaneContext(root, name)
+    path = requirements_file(root, lane.declared)
+    if not path.exists():
+        return {}
+    old = path.read_bytes().decode()
+    new = moved_requirements(lane, old, lock or lock_of(NEW), without)
+    return {path.relative_to(root).as_posix(): new} if new != old else {}
 
 
 def test_extra_of_the_lane_moves_with_its_label(root: Path) -> None:
@@ -73,16 +80,6 @@ def test_requirements_file_moves_and_keeps_its_comments(root: Path) -> None:
     assert moved(root, "files") == {"requirements.txt": REQUIREMENTS.replace("2.11.0", "2.15.0")}
     without = {"requirements.txt": "# The set.\r\ntorch==2.15.0  # reviewed\r\n"}
     assert moved(root, "files", "flash-attn") == without
-
-
-def test_package_that_is_taken_back_is_required_again(root: Path) -> None:
-    """Without the local label of its build; on a line of its own if the others have one."""
-    new = lock_of({"torch": "2.15.0", "fast": "1.0+cu130"})
-    (text,) = moved_requirements(root, "files", new, back=["fast"]).values()
-    assert text.endswith("flash-attn==2.8.3\r\nfast==1.0\n")
-    (text,) = moved_requirements(root, "cpu", new, back=["fast"]).values()
-    extras = tomllib.loads(text)["project"]["optional-dependencies"]
-    assert [name for name in extras if "fast==1.0" in extras[name]] == ["testing"]
 
 
 @pytest.mark.parametrize("text", [None, "", "[tool.x]\n", '[project]\nname = "mine"\n'])
@@ -148,7 +145,7 @@ def test_requirement_that_contradicts_the_set_is_refused(lane: str, where: str, 
 def test_lanes_of_this_repository_move_their_own_extra(lane: str) -> None:
     lock = read_lock(lane_lock(ROOT, lane))
     new = {name: "99.0" for name in lock.versions if name in ("torch", "triton", "torch-xla")}
-    (text,) = moved_requirements(ROOT, lane, lock_of({**lock.versions, **new}, lock.python)).values()
+    (text,) = moved(ROOT, lane, lock=lock_of({**lock.versions, **new}, lock.python)).values()
     before, after = (
         tomllib.loads(t)["project"]["optional-dependencies"]
         for t in ((ROOT / "pyproject.toml").read_text(), text)

@@ -1,0 +1,124 @@
+"""The requirements of a lane: its requirements file, or its extra in pyproject.toml, with exact pins as in a lock."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from bumpgate.core import lanes
+from bumpgate.core.lanes import Lane
+from bumpgate.core.toml import tomllib
+from bumpgate.env.locks import Lock
+from bumpgate.env.packages import satisfies
+from bumpgate.env.request import RUNNING
+
+# What pip ignores in a line of a requirements file.
+COMMENT = re.compile(r"(^|\s)#.*")
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Moves exact pins to the versions of a lock. without: packages whose requirements are dropped."""
+
+    lock: Lock
+    without: Collection[str] = ()
+
+    def moved(self, text: str) -> str:
+        """Return a requirement with its exact pin moved, "" if it is dropped; the same if the lock keeps it."""
+        requirement = Requirement(text)
+        name = str(canonicalize_name(requirement.name))
+        if not self._applies(requirement):
+            return text
+        if name in self.without:
+            return ""
+        version = self.lock.versions.get(name)
+        exact = [s for s in requirement.specifier if s.operator in ("==", "===")]
+        if version is None or not exact or satisfies(version, requirement.specifier):
+            return text
+        # A local label in the pin names one build; without it any build of the release is accepted.
+        label = any(Version(s.version).local for s in exact if "*" not in s.version)
+        requirement.specifier = SpecifierSet(f"=={version if label else Version(version).public}")
+        return str(requirement)
+
+    def contradicts(self, text: str) -> bool:
+        """Return whether the lock has a package in a version that a requirement does not allow."""
+        requirement = Requirement(text)
+        version = self.lock.versions.get(canonicalize_name(requirement.name))
+        return bool(version and self._applies(requirement) and not keeps(version, requirement.specifier))
+
+    def _applies(self, requirement: Requirement) -> bool:
+        """Return whether a requirement is for this platform and the lock's Python."""
+        here = {"python_version": self.lock.python, "python_full_version": f"{self.lock.python}.0"}
+        other = self.lock.python not in ("", RUNNING)
+        return requirement.marker is None or requirement.marker.evaluate(here if other else None)
+
+
+def keeps(version: str, pin: SpecifierSet) -> bool:
+    """Return whether a version satisfies a pin; an index may omit the local label that the pin has."""
+    without = re.sub(r"\+[\w.]+", "", str(pin)) if Version(version).local is None else str(pin)
+    return satisfies(version, SpecifierSet(without))
+
+
+def requirements_file(root: Path, lane: Lane) -> Path:
+    """Return the path of the file that has the requirements of a lane."""
+    return root / (lane.requirements or lanes.PROJECT)
+
+
+def places(lane: Lane, text: str) -> list[tuple[str, str]]:
+    """Return (place, requirement) of each requirement of a lane. text: of its requirements file."""
+    if lane.requirements:
+        found = (COMMENT.sub("", line).strip() for line in text.splitlines())
+        return [(lane.requirements, each) for each in found if each]
+    project = tomllib.loads(text).get("project", {})
+    extras = project.get("optional-dependencies", {})
+    reached = _reached(extras, lane.extra or lane.name, str(project.get("name", "")))
+    return [(f"{lanes.PROJECT}: extra {extra}", str(each)) for extra in reached for each in extras[extra]]
+
+
+def pinned(lane: Lane, text: str, pins: Pins) -> str:
+    """Return the text of a lane's requirements file with its pins moved. Comments and order are kept."""
+    if lane.requirements:
+        lines = []
+        for line in text.splitlines(keepends=True):
+            old = COMMENT.sub("", line).strip()
+            new = pins.moved(old) if old else ""
+            lines += [line.replace(old, new, 1)] if new or not old else []
+        return "".join(lines)
+    import tomlkit
+
+    document = tomlkit.parse(text)
+    project: Any = document.get("project", {})
+    extras: Any = project.get("optional-dependencies", {})
+    changed = False
+    for extra in _reached(extras, lane.extra or lane.name, str(project.get("name", ""))):
+        for index in reversed(range(len(extras[extra]))):
+            old = str(extras[extra][index])
+            new = pins.moved(old)
+            if not new:
+                del extras[extra][index]
+            elif new != old:
+                extras[extra][index] = new
+            changed = changed or new != old
+    return tomlkit.dumps(document) if changed else text
+
+
+def _reached(extras: Mapping[str, Sequence[str]], start: str, project: str) -> list[str]:
+    """Return an extra and the extras that it includes, each once."""
+    waiting, found = [start], list[str]()
+    while waiting:
+        extra = waiting.pop(0)
+        if extra in found or extra not in extras:
+            continue
+        found.append(extra)
+        for requirement in map(Requirement, map(str, extras[extra])):
+            if canonicalize_name(requirement.name) == canonicalize_name(project):
+                waiting += sorted(requirement.extras)
+    return found
