@@ -44,11 +44,13 @@ COMMANDS = {
     "image": "bumpgate.env.image:command",
     "findings": "bumpgate.report.findings:app",
     "fleet": "bumpgate.fleet:app",
+    "lanes": "bumpgate.env.lanes_command:app",
     "wheels": "bumpgate.wheels.command:app",
 }
 GROUPS = {
     "findings": "Findings of the history: list, link to an issue, own.",
     "fleet": "Gates and bisects on the hosts of a Ray cluster.",
+    "lanes": "Lanes: list them, write a new one, install an adopted set.",
     "wheels": "Kernel wheels of a lane: plan, audit, fetch and build them.",
 }
 

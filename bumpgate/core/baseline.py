@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,8 @@ BUILD = ("torch", "triton")
 # Two times are comparable if the class of the host and the work of their rows (Row.work) are equal. The times of an
 # accelerator are also compared if the host has other cores: a virtual machine with two GPUs has twice those of one.
 HOST = ("lane", "device", "cpu", "cores")
+# Units of rows that the speed of a host decides.
+OF_TIME = ("s", "ms", "us", "tokens/s", "bytes/s", "FLOP/s")
 # Tiers of a lane that run in their own environments, separate from the lane's: tox envs interpret and codegen-*.
 TIERS = ("suites/kernels/interpret/", "suites/kernels/codegen/")
 ROW_FIELDS = ("value", "unit", "better", "tolerance", "note", "test", "per_build")
@@ -137,6 +140,23 @@ def load(path: Path, lane: str, *, missing_ok: bool = False) -> Baseline:
         raw["made_with"],
         {id: Reviewed(**{"value": None, **fields}) for id, fields in raw["rows"].items()},
     )
+
+
+def inherited(own: Baseline, parent: Baseline) -> Baseline:
+    """Return a lane's baseline with the rows that it takes from the lane that it inherits.
+
+    A row is taken unless the host decides its value: counts, facts, compiled code and derived bounds travel between
+    machines; times, rates and costs do not. The lane's own row wins. An id and a test that name the parent name the
+    lane.
+    """
+    name = re.compile(rf"(?<!\w){re.escape(parent.lane)}(?!\w)")
+    taken = {
+        name.sub(own.lane, id): replace(row, test=name.sub(own.lane, row.test))
+        for id, row in parent.rows.items()
+        if row.better not in ("lower", "higher") and row.unit not in OF_TIME
+    }
+    made_with = own.made_with or {k: v for k, v in parent.made_with.items() if k not in (*HOST, "driver")}
+    return replace(own, made_with=made_with, rows={**taken, **own.rows})
 
 
 def save(path: Path, baseline: Baseline) -> None:

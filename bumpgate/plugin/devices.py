@@ -27,10 +27,7 @@ TPU = (
     "    from torch_xla.core.xla_model import xla_device_kind\n"
     "print(json.dumps([xla_device_kind() if r.device_type() == 'TPU' else f'pjrt-{r.device_type().lower()}']))"
 )
-INSTALL_XLA = (
-    "torch_xla (run `tox -e v6e`, or: uv pip install --override lanes/v6e/overrides.txt -e '.[v6e]' && "
-    "python lanes/v6e/make_cuda_stubs.py)"
-)
+INSTALL_XLA = "torch_xla (run `tox -e {0}`, or: bumpgate lanes install {0})"
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def find(lane: Lane) -> DetectedDevice:
         device = found[0] if found else ""
         if not fault and device != PJRT_CPU:
             device, fault = TPU_KINDS.get(device, device), unknown_tpu(device)
-        return DetectedDevice(device, fault and f"no {INSTALL_XLA}: {fault}")
+        return DetectedDevice(device, fault and f"no {INSTALL_XLA.format(lane.name)}: {fault}")
     found, fault = _probe(_cuda_program(lane))
     name, count, capability = found or ("", 1, "")
     fault = fault or _other_gpu(lane, name, count, capability)

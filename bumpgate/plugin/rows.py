@@ -22,9 +22,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from bumpgate.core import accepted, rules
-from bumpgate.core.baseline import Baseline, judge, load, other_host
+from bumpgate.core.baseline import Baseline, inherited, judge, load, other_host
 from bumpgate.core.errors import encodable, one_line
 from bumpgate.core.lanes import how_to_declare
+from bumpgate.core.lanes import load as declared_lanes
 from bumpgate.core.rows import Judgement, Row, RowError, Value
 from bumpgate.plugin import lane_of, lanes_of
 from bumpgate.plugin.provenance import versions
@@ -439,12 +440,17 @@ def baseline_path(config: pytest.Config, lane: str) -> Path:
 
 @cache
 def lane_baseline(path: Path, lane: str) -> Baseline:
-    """Return the lane's baseline, read once per process. Without a file it is empty: every row will be MISSING.
+    """Return the lane's baseline, read once per process, with what it inherits. Without any row, each is MISSING.
 
     Also reads the acceptances next to it, so that errors in either file are reported before a test runs.
     """
     lane_acceptances(path, lane)
-    return load(path, lane, missing_ok=True)
+    own = load(path, lane, missing_ok=True)
+    declared = declared_lanes(path.parents[1]).get(lane)
+    if declared is None or not declared.inherits:
+        return own
+    parent = path.with_name(f"{declared.inherits}.json")
+    return inherited(own, load(parent, declared.inherits, missing_ok=True))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The lanes of this repository (pyproject.toml), as its tests name them."""
+"""The lanes of this repository (lanes/), as its tests name them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ V6E_AOT = "v6e-aot"
 
 
 def lanes(*names: str) -> pytest.MarkDecorator:
-    """Parametrize the fixture `lane` over the named lanes, each parameter with its lane's marker.
+    """Parametrize the fixture `lane` over the named lanes and their heirs, each parameter with its lane's marker.
 
     The scope is the session, so that module-scoped fixtures may request `lane` too. Raises ValueError on an unknown
     lane.
@@ -26,7 +26,8 @@ def lanes(*names: str) -> pytest.MarkDecorator:
     unknown = [name for name in names if name not in LANES]
     if unknown or not names:
         raise ValueError(f"unknown lane {unknown or ''}; lanes: {', '.join(LANES)}")
-    params = [pytest.param(LANES[name], id=name, marks=getattr(pytest.mark, name)) for name in names]
+    heirs = [lane.name for lane in LANES.values() if lane.inherits in names and lane.name not in names]
+    params = [pytest.param(LANES[n], id=n, marks=getattr(pytest.mark, n)) for n in (*names, *heirs)]
     return pytest.mark.parametrize("lane", params, scope="session")
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bumpgate import cli
 from bumpgate.core import lanes
+from bumpgate.core.baseline import Baseline, Reviewed, inherited
 from bumpgate.core.lanes import Lane, LaneError
 from bumpgate.env.lane import lane_requirements
 from bumpgate.plugin import devices
@@ -175,3 +178,78 @@ def test_rows_outside_a_lane_suggest_a_declaration(tmp_path: Path) -> None:
     refused = foreign.bumpgate("gate", "--lane", "h100", "--candidate", "torch==2.14.0")
     assert (refused.code, refused.out, len(refused.err.splitlines())) == (4, "", 1)
     assert "unknown lane 'h100'; lanes: mine; declare one: " in refused.err
+
+
+FOLDERS = {"h200": "device = 'cuda'\ngpu = 'H200'\n", "h100": "inherits = 'h200'\ndevice = 'cuda'\n"}
+
+
+def folders(root: Path, **texts: str) -> Path:
+    for name, text in texts.items():
+        path = root / "lanes" / name / "lane.toml"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    return root
+
+
+def test_folders_have_precedence_over_tables(tmp_path: Path) -> None:
+    declare(folders(tmp_path, **FOLDERS), LANE)
+    found = lanes.load(tmp_path)
+    assert list(found) == ["h100", "h200"]
+    assert (found["h100"].inherits, found["h100"].lock) == ("h200", "lanes/h100/pylock.toml")
+    assert replace(found["h200"], overrides="o.txt").path("o.txt") == "lanes/h200/o.txt"
+
+
+@pytest.mark.parametrize("parent", ["h300", "h100", "a100"])
+def test_lane_inherits_a_lane_that_does_not_inherit(tmp_path: Path, parent: str) -> None:
+    root = folders(tmp_path, **FOLDERS | {"a100": "inherits = 'h200'\n", "h100": f"inherits = '{parent}'\n"})
+    with pytest.raises(
+        LaneError, match=r"^lanes/h100/lane.toml: inherits must name a lane that does not inherit"
+    ):
+        lanes.load(root)
+
+
+def test_lane_inherits_rows_that_no_host_decides() -> None:
+    test = "suites/a.py::test_a[x-h200]"
+    taken = {
+        "a/x/n": Reviewed(3, "count", "exact", test=test),
+        "a/x-h200/sound": Reviewed(True, "bool", "derived", test=test),
+        "a/x/code": Reviewed(None, "counts", "code", test=test, values={"3.9.0": "mma=1"}),
+        "a/x/defect": Reviewed(1, "present", "defect", test=test),
+        "a/own/n": Reviewed(5, "count", "exact", test=test),
+    }
+    left = {
+        "a/x/seconds": Reviewed(1.0, "s", "lower", 0.1, test=test),
+        "a/x/fraction": Reviewed(0.5, "fraction", "higher", 0.1, test=test),
+        "a/x/limit": Reviewed(2.0, "s", "derived", test=test),
+    }
+    parent = Baseline("h200", {"torch": "2.15.0", "cpu": "Xeon", "driver": "580"}, {**taken, **left})
+    own = Baseline("h100", {}, {"a/own/n": Reviewed(6, "count", "exact")})
+    found = inherited(own, parent)
+    assert set(found.rows) == {"a/x/n", "a/x-h100/sound", "a/x/code", "a/x/defect", "a/own/n"}
+    assert found.rows["a/x/n"].test == "suites/a.py::test_a[x-h100]"
+    assert found.rows["a/own/n"].value == 6
+    assert found.made_with == {"torch": "2.15.0"}
+    other = Baseline("h100", {"torch": "2.16.0"}, {})
+    assert inherited(other, parent).made_with == {"torch": "2.16.0"}
+
+
+def test_new_lane_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folders(tmp_path, h200=FOLDERS["h200"]))
+
+    def run(*args: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["bumpgate", "lanes", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0), "".join(capsys.readouterr())
+
+    assert run("--json") == (0, '["h200"]\n')
+    code, out = run("new", "h100", "--inherits", "h200")
+    assert (code, out) == (0, "wrote lanes/h100/lane.toml; next: bumpgate freeze --lane h100\n")
+    made = lanes.load(tmp_path)["h100"]
+    assert (made.inherits, made.extra, made.device, made.gpu) == ("h200", "h200", "cuda", "H100")
+    assert run() == (0, "h100: cuda H100, no lock\nh200: cuda H200, no lock\n")
+    assert run("new", "h100")[0] == 4
+    assert run("new", "b200", "--inherits", "absent")[0] == 4
+    assert run("--json") == (0, '["h100", "h200"]\n')

@@ -10,7 +10,7 @@ import pytest
 
 from bumpgate.env.inventory import take
 from bumpgate.env.lane import LaneContext
-from bumpgate.env.locks import Wheel
+from bumpgate.env.locks import Lock, Locked, Wheel, write_lock
 from bumpgate.env.store import put, sha256_of
 from bumpgate.process.child import Interpreter
 from bumpgate.wheels import store
@@ -52,10 +52,7 @@ def pure(folder: Path, code: str = CODE) -> Path:
 def lock(tree: Path, path: Path) -> Wheel:
     """Lock a wheel as version 1.0."""
     found = Wheel(path.name, sha256_of(path))
-    (tree / "lanes/h200/pylock.toml").write_text(
-        'lock-version = "1.0"\ncreated-by = "t"\n[[packages]]\nname = "fast"\nversion = "1.0"\n'
-        f'wheels = [{{ name = "{path.name}", path = "x", hashes = {{ sha256 = "{found.sha256}" }} }}]\n'
-    )
+    write_lock(tree / "lanes/h200/pylock.toml", Lock((Locked("fast", "1.0", (found,)),)))
     return found
 
 
