@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.plugin import lanes_of, named_lanes, scheduling
+from bumpgate.plugin import scheduling
+from bumpgate.plugin.lanes import lanes_of, named_lanes
 from suites.support.environment import prepare_environment
 
 
@@ -18,9 +19,8 @@ def pytest_configure(config: pytest.Config) -> None:
             "bumpgate.plugin is not loaded: leave out -p no:bumpgate.plugin and -o addopts"
         )
     lane = next(iter(named_lanes(config)), None)
-    prepare_environment(
-        lanes_of(config)[lane] if lane else None, bool(config.getoption("numprocesses", None))
-    )
+    parallel = bool(config.getoption("numprocesses", None))
+    prepare_environment(lanes_of(config)[lane] if lane else None, parallel)
     if not lane:  # a lane run has it
         config.pluginmanager.register(scheduling, "scheduling")
 

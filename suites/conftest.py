@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from bumpgate.plugin import lane_of, lanes_of
+from bumpgate.plugin.lanes import lane_of, lanes_of
 from bumpgate.plugin.rows import MACHINE_STATE, baseline_path, lane_baseline
 from bumpgate.plugin.scheduling import alone, turn
 from bumpgate.process.gpu_shares import untimed
@@ -44,14 +44,15 @@ def restored_dynamo() -> Iterator[None]:
     reset_dynamo()
 
 
-@pytest.fixture
-def exclusive_machine(request: pytest.FixtureRequest, exclusive_machine: None) -> Iterator[None]:
-    """The plugin's fixture; on a lane of one GPU, additionally, no other process may use the GPU.
+@pytest.fixture(autouse=True)
+def gpu_alone(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On a lane of one GPU, no other process may use it during a test that requests `exclusive_machine`.
 
-    There each timed row carries the GPU's state, and is INFRA if that state invalidates times.
+    Each of its timed rows carries the GPU's state, and is INFRA if that state invalidates times.
     """
     lane = lanes_of(request.config).get(lane_of(request.node) or "")
-    if lane is None or lane.device != "cuda" or lane.count > 1 or untimed():
+    one_gpu = lane is not None and lane.device == "cuda" and lane.count == 1
+    if not one_gpu or "exclusive_machine" not in request.fixturenames or untimed():
         yield
         return
     from suites.support.gpu_state import alone_on_gpu

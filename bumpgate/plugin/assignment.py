@@ -7,14 +7,14 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-from bumpgate.plugin.scheduling import ALONE_UNIT, unit
+from bumpgate.plugin.units import ALONE_UNIT, unit
 
 # Tests that a worker runs or has been assigned: it starts a test only once the next is known.
 AHEAD = 2
 
 
 class TestByTest(LoadScopeScheduling):
-    """Assigns what scheduling.unit names, in the order in which the tests were collected.
+    """Assigns what units.unit names, in the order in which the tests were collected.
 
     gpus: number of groups of GPUs that the workers take in turn. Tests that run alone are one unit for each of them,
     which a worker of that group runs.

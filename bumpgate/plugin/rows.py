@@ -27,7 +27,7 @@ from bumpgate.core.errors import encodable, one_line
 from bumpgate.core.lanes import how_to_declare
 from bumpgate.core.lanes import load as declared_lanes
 from bumpgate.core.rows import Judgement, Row, RowError, Value
-from bumpgate.plugin import lane_of, lanes_of
+from bumpgate.plugin.lanes import lane_of, lanes_of
 from bumpgate.plugin.provenance import versions
 from bumpgate.process.host import cpu_model, host_cores
 
@@ -247,94 +247,64 @@ class RowRecorder:
         """Judge the counts of a compiled kernel (bumpgate.core.code.text) against the reviewed ones for this triton."""
         return self._report(id, counts, "counts", about, better="code")
 
+    def __call__(self, id: str, value: Value, *, unit: str, witness: int, **fields: Any) -> Judgement:
+        """Judge a row by the fields of bumpgate.core.rows.Row. The verbs say the same in fewer words.
+
+        better: by default "derived" if the test derived an expectation, else "exact".
+        """
+        derived = not {"expected", "at_most", "at_least"}.isdisjoint(
+            n for n, x in fields.items() if x is not None
+        )
+        fields["better"] = fields.get("better") or ("derived" if derived else "exact")
+        return self._report(id, value, unit, {"seen": witness}, **fields)
+
     def _report(self, id: str, value: Value, unit: str, about: About, **fields: Any) -> Judgement:
-        """Judge a row whose witness, evidence and instruments come from `seen`."""
-        options: dict[str, Any] = dict(about)
-        seen = options.pop("seen", None)
-        evidence, instruments = list(options.pop("evidence", ())), list(options.pop("instruments", ()))
+        """Judge a row whose witness, evidence and instruments come from `seen`; record the judgement."""
+        fields |= about
+        seen = fields.pop("seen", None)
+        for name in ("evidence", "instruments"):
+            if isinstance(fields.get(name), str):
+                raise RowError(f"row {id!r}: {name} must be a list of strings, got {fields[name]!r}")
+        evidence, instruments = [*fields.pop("evidence", ())], [*fields.pop("instruments", ())]
         if hasattr(seen, "witness"):
             evidence += seen.evidence()
             instruments += seen.instruments
             witness = seen.witness
-        elif isinstance(seen, Sized):
+        elif isinstance(seen, Sized) and not isinstance(seen, str):
             witness = len(seen)
-        elif isinstance(seen, int):
-            witness = seen
+        elif seen is None:
+            raise RowError(
+                f"row {id!r}: seen is missing: a report, a number or the items that the check covered"
+            )
         else:
-            raise RowError(f"row {id!r}: seen must be a report, a number or the items seen, got {seen!r}")
-        return self(
-            id,
-            value,
-            unit=unit,
-            witness=witness,
-            evidence=evidence,
-            instruments=instruments,
-            **options,
-            **fields,
-        )
-
-    def __call__(
-        self,
-        id: str,
-        value: Value,
-        *,
-        unit: str,
-        witness: int,
-        rule: str = "",
-        expected: Value = None,
-        at_most: float | None = None,
-        at_least: float | None = None,
-        better: str | None = None,
-        tolerance: float = 0.0,
-        interval: tuple[float, float] | None = None,
-        evidence: Iterable[str] = (),
-        instruments: Iterable[str] = (),
-        per_build: bool = False,
-        series: Mapping[str, Iterable[float]] | None = None,
-        paired: bool = False,
-        work: str = "",
-        own: str = "",
-    ) -> Judgement:
-        """Judge one measured value; the fields are those of bumpgate.core.rows.Row.
-
-        better: by default "derived" if the test derived an expectation, else "exact".
-        Raises RowError (one line) on an invalid row or an id that this run has already used, and InfraError on a
-        measured cost or gain if the machine's state invalidates it.
-        """
-        for name, texts in (("evidence", evidence), ("instruments", instruments)):
-            if isinstance(texts, str):
-                raise RowError(f"row {id!r}: {name} must be a list of strings, got {texts!r}")
+            witness = seen
         state = self._item.stash.get(MACHINE_STATE, None)
-        if state and better in ("lower", "higher"):
-            evidence = [*evidence, *state()]
-        derived = expected is not None or at_most is not None or at_least is not None
-        row = Row(
-            id=id,
-            value=_encodable(value),
-            unit=unit,
-            witness=witness,
-            rule=rule or self._no_rule(),
-            expected=_encodable(expected),
-            at_most=at_most,
-            at_least=at_least,
-            better=better or ("derived" if derived else "exact"),
-            tolerance=tolerance,
-            interval=interval,
-            evidence=tuple(encodable(str(e)) for e in (*self.context, *evidence)),
-            instruments=tuple(dict.fromkeys((*instruments, *self._item.stash.get(INSTRUMENTS, ())))),
-            test=self._item.nodeid,
-            per_build=per_build,
-            series={name: tuple(points) for name, points in (series or {}).items()},
-            place=self._place(),
-            paired=paired,
-            work=work,
-            own=own,
+        if state and fields["better"] in ("lower", "higher"):
+            evidence += state()
+        fields["expected"] = _encodable(fields.get("expected"))
+        fields["series"] = {name: tuple(points) for name, points in (fields.get("series") or {}).items()}
+        return self._record(
+            Row(
+                id,
+                _encodable(value),
+                unit,
+                witness,
+                fields.pop("rule", "") or self._no_rule(),
+                evidence=tuple(encodable(str(e)) for e in (*self.context, *evidence)),
+                instruments=tuple(dict.fromkeys((*instruments, *self._item.stash.get(INSTRUMENTS, ())))),
+                test=self._item.nodeid,
+                place=self._place(),
+                **fields,
+            )
         )
+
+    def _record(self, row: Row) -> Judgement:
+        """Judge a row, and attach the judgement to the reports of its test."""
         if self.ended:  # no report of its test would carry it
-            raise RowError(f"row {id!r}: reported after {self._item.nodeid} had ended")
-        if id in self._reported:
-            raise RowError(f"row {id!r}: already reported by {self._reported[id]}")
-        self._reported[id] = self._item.nodeid
+            raise RowError(f"row {row.id!r}: reported after {self._item.nodeid} had ended")
+        if row.id in self._reported:
+            raise RowError(f"row {row.id!r}: already reported by {self._reported[row.id]}")
+        self._reported[row.id] = self._item.nodeid
         judgement = judge(row, self._baseline, failed_instruments=self._unproved(row), build=versions())
         host = {"cpu": cpu_model(), "cores": host_cores()}
         judgement = other_host(judgement, self._baseline.made_with, host)
@@ -471,13 +441,13 @@ def recorder(request: pytest.FixtureRequest) -> Iterator[RowRecorder]:
         names = list(lanes_of(request.config))
         mark = f"mark it with @pytest.mark.{names[0]}" if names else how_to_declare("mine")
         raise RowError(f"{item.nodeid} has rows but no lane: {mark}")
-    made = _of_lane(item, lane)
+    made = recorder_of(item, lane)
     yield made
     # Only rows that a finalizer reported remain; the others have failed the call.
     made.fail_if_red()
 
 
-def _of_lane(item: pytest.Item, lane: str) -> RowRecorder:
+def recorder_of(item: pytest.Item, lane: str) -> RowRecorder:
     """Return the recorder of a test, created at the first call."""
     if RECORDER not in item.stash:
         reported = item.config.stash.setdefault(REPORTED, {})
@@ -493,11 +463,6 @@ def _of_lane(item: pytest.Item, lane: str) -> RowRecorder:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Fail the test's call phase, not its teardown, for a red row. The test's own exception takes precedence."""
     result = yield
-    lane = lane_of(item)
-    if lane and "benchmark" in getattr(item, "fixturenames", ()):
-        from bumpgate.plugin import benchmark
-
-        benchmark.report(item, _of_lane(item, lane))
     recorder = item.stash.get(RECORDER, None)
     if recorder is not None:
         recorder.fail_if_red()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bumpgate.core.errors import one_line, text_lines
-from bumpgate.plugin import lane_of, lanes_of
+from bumpgate.plugin.lanes import lane_of, lanes_of
 from bumpgate.plugin.reports import last_line
 
 

@@ -20,8 +20,9 @@ from bumpgate.core.baseline import Baseline, Reviewed, accept, comparable, in_ti
 from bumpgate.core.lanes import unused_margins
 from bumpgate.core.rows import Judgement, Problem, ProblemKind, Record, Row, Verdict, write_record
 from bumpgate.core.rules import sentences
-from bumpgate.plugin import GREEN, lanes_of, provenance
+from bumpgate.plugin import provenance
 from bumpgate.plugin.devices import PJRT_CPU, find
+from bumpgate.plugin.lanes import GREEN, lanes_of
 from bumpgate.plugin.reports import Reports
 from bumpgate.plugin.rows import NO_RULE, ROW_PROPERTY, baseline_path, lane_acceptances
 from bumpgate.plugin.selection import Selection, collects, default_paths, leaves_out, selects_all

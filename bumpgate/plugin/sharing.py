@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bumpgate.plugin import chosen_lane, lane_of, lanes_of
 from bumpgate.plugin.duet import partner
+from bumpgate.plugin.lanes import chosen_lane, lane_of, lanes_of
 from bumpgate.plugin.scheduling import alone
 from bumpgate.process.gpu_shares import Place, keep_to_cores, take_place, untimed
 

@@ -79,14 +79,12 @@ def test_bad_autotune_candidates_are_not_chosen(lane: Lane, broken, row) -> None
     timed = [templates(one) for report in result.values() for one in report["searches"]]
     assert len(timed) >= len(FAULTS)
     assert all(milliseconds and not any(map(math.isfinite, milliseconds)) for milliseconds in timed)
-    row(
+    row.count(
         f"cache/autotune-{lane.name}/runs_harmed_by_a_candidate",
-        len(harmed(result)),
-        unit="count",
-        witness=len(timed),
-        rule="C24",
+        harmed(result),
         expected=0,
-        evidence=harmed(result),
+        rule="C24",
+        seen=timed,
     )
 
 
@@ -100,28 +98,26 @@ def test_next_process_does_not_choose_bad_candidate(lane: Lane, broken, row) -> 
     assert [report["searches"] for report in again.values()] == [[]] * len(FAULTS), (
         "their code came from the cache"
     )
-    row(
+    row.count(
         f"cache/autotune-{lane.name}/runs_harmed_after_a_restart",
-        len(harmed(again)),
-        unit="count",
-        witness=len(again),
-        rule="C24",
+        harmed(again),
         expected=0,
-        evidence=harmed(again),
+        rule="C24",
+        seen=again,
     )
     remembered = [m for one in other["searches"] for m in templates(one) if not math.isfinite(m)]
     # torch 2.13 stores the infinite time like any other, so that a single failure excludes a candidate permanently.
-    row(
+    row.exact(
         f"cache/autotune-{lane.name}/accidents_remembered",
         len(remembered),
-        unit="candidates",
-        witness=len(other["searches"]),
+        "candidates",
         rule="C24",
-        per_build=True,
+        seen=other["searches"],
         evidence=[
             f"first process {result[f'{size}=launcher_without_stream']['searches']}",
             f"the next {other['searches']}",
         ],
+        per_build=True,
     )
 
 
@@ -163,11 +159,10 @@ def test_contract_benchmarks_no_candidate(lane: Lane, broken, row) -> None:
     size = FAULTS["crash"]
     (report,) = (done := search(lane, directory, f"{size}=crash", **load().variables)).values()
     assert not harmed(done)
-    row(
+    row.count(
         f"cache/autotune-{lane.name}/searches_under_the_contract",
         len(report["searches"]),
-        unit="count",
-        witness=len(result[f"{size}=crash"]["searches"]),
-        rule="C24",
         expected=0,
+        rule="C24",
+        seen=result[f"{size}=crash"]["searches"],
     )

@@ -65,18 +65,9 @@ def test_cache_key_hits_and_misses(lane: Lane, outcomes, row, canaries) -> None:
     assert set(outcomes) == {*matters, *harmless}
     stale = [change for change in matters if not outcomes[change]]
     lost = [change for change in harmless if outcomes[change]]
-    shared = {"unit": "count", "rule": "C18", "expected": 0, "instruments": ("cache",)}
-    row(
-        f"cache/keys-{lane.name}/changes_that_hit_the_old_entry",
-        len(stale),
-        witness=len(matters),
-        evidence=stale,
-        **shared,
+    row.count(
+        f"cache/keys-{lane.name}/changes_that_hit_the_old_entry", stale, expected=0, rule="C18", seen=matters
     )
-    row(
-        f"cache/keys-{lane.name}/harmless_changes_that_missed",
-        len(lost),
-        witness=len(harmless),
-        evidence=lost,
-        **shared,
+    row.count(
+        f"cache/keys-{lane.name}/harmless_changes_that_missed", lost, expected=0, rule="C18", seen=harmless
     )

@@ -41,25 +41,22 @@ def test_every_cache_layer_is_warm_after_restart(lane: Lane, restart, row, canar
     same, counts = warm["same"], warm["same"]["counts"]
     hits = (counts["aot_hit"] or 0) + (counts["fx_hit"] or 0)
     found = cold_layers(cold, same)
-    row(
+    row.count(
         f"cache/layers-{lane.name}/cold_after_restart",
-        len(found),
+        found,
         unit="layers",
-        witness=hits,
-        rule="C18",
         expected=0,
-        evidence=(*found, f"cold {cold['counts']}", f"warm {counts}"),
-        instruments=("cache", "autotune"),
+        rule="C18",
+        seen=hits,
+        evidence=[f"cold {cold['counts']}", f"warm {counts}"],
     )
     # No restart saves Dynamo's tracing: guards and bytecode belong to the process.
-    row(
+    row.count(
         f"cache/layers-{lane.name}/frames_traced_again",
         same["frames"],
-        unit="count",
-        witness=cold["frames"],
-        rule="C18",
         expected=cold["frames"],
-        instruments=("graphs",),
+        rule="C18",
+        seen=cold["frames"],
     )
 
 
@@ -72,14 +69,14 @@ def test_variables_exported_by_compilation(lane: Lane, restart, row) -> None:
     """
     _, cold, _ = restart
     names = sorted(name for name in cold["exported"] if not name.startswith("_"))
-    row(
+    row.exact(
         f"cache/layers-{lane.name}/variables_exported",
         " ".join(names) or "none",
-        unit="variables",
-        witness=cold["frames"],
+        "variables",
         rule="C18",
-        per_build=True,
+        seen=cold["frames"],
         evidence=[f"{name}={Path(cold['exported'][name]).name}" for name in names],
+        per_build=True,
     )
 
 
@@ -115,15 +112,14 @@ def test_hit_counters_despite_recompiled_code(lane: Lane, restart, tmp_path: Pat
     scalar, wide = (compiled(lane, tmp_path, "same", ATEN_CPU_CAPABILITY=isa)["same"] for isa in CPUS)
     assert cold_layers(scalar, wide) == ["code"]
     built = new_code(scalar, wide)
-    row(
+    row.count(
         "cache/layers-cpu/objects_built_for_another_cpu",
         len(built),
         unit="files",
-        witness=wide["counts"]["fx_hit"],
-        rule="C18",
         at_least=1,
+        rule="C18",
+        seen=wide["counts"]["fx_hit"],
         evidence=(f"counters {wide['counts']}",),
-        instruments=("cache",),
     )
 
 
@@ -141,8 +137,8 @@ def test_avx2_cache_on_cpu_without_avx2(lane: Lane, tmp_path: Path, row) -> None
         known_in=UNKEYED_INSTRUCTIONS,
         reason="the key of an FX graph lacks the CPU's vector instructions (torch/_inductor/codecache.py, "
         "FxGraphHashDetails)",
-        witness=len(cold["code"]),
         rule="C18",
+        seen=cold["code"],
         evidence=[signature] if signature else [],
     )
 
@@ -162,8 +158,8 @@ def test_truncated_shared_object_is_rebuilt(lane: Lane, restart, row) -> None:
         known_in=TRUNCATED_OBJECTS,
         reason="Inductor loads a shared object that exists, whole or not, and links under the final name "
         "(torch/_inductor/codecache.py, CppCodeCache)",
-        witness=len(truncated),
         rule="C18",
+        seen=truncated,
         evidence=[signature] if signature else [],
     )
 

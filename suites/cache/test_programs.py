@@ -58,14 +58,8 @@ def test_program_budget_follows_from_layer_pattern(lane: Lane, row) -> None:
             want = expected(model.config.kinds, policy).unique_graphs
             if (found := pattern_programs(model, policy, contract)) != want:
                 apart.append(f"{name} {policy}: {found}, not {want}")
-    row(
-        "cache/programs/budgets_that_differ",
-        len(apart),
-        unit="count",
-        witness=len(NAMES) * len(POLICIES),
-        rule="C27",
-        expected=0,
-        evidence=apart,
+    row.count(
+        "cache/programs/budgets_that_differ", apart, expected=0, rule="C27", seen=len(NAMES) * len(POLICIES)
     )
     with pytest.raises(ValueError, match="unknown compile policy 'magic'"):
         pattern_programs(model, "magic", contract)
@@ -83,15 +77,7 @@ def test_run_uses_exactly_its_program_budget(lane: Lane, row) -> None:
         if len(run.programs.seen) != want or run.programs.allowed != want + load_spare():
             apart.append(f"{policy}: {len(run.programs.seen)} of {run.programs.allowed}, derived {want}")
         reset_dynamo()
-    row(
-        "cache/programs/runs_off_their_budget",
-        len(apart),
-        unit="count",
-        witness=steps,
-        rule="C27",
-        expected=0,
-        evidence=apart,
-    )
+    row.count("cache/programs/runs_off_their_budget", apart, expected=0, rule="C27", seen=steps)
 
 
 @lanes("cpu")
@@ -130,13 +116,13 @@ def test_extra_shape_stops_the_run(lane: Lane, monkeypatch, capsys, row) -> None
     assert alert["inputs"]
     assert len(err) == 1
     assert err[0].startswith("stopped: step 3: ")
-    row(
+    row.bound(
         "cache/programs/exit_code_over_budget",
         code,
-        unit="exit code",
-        witness=alert["programs"] - alert["allowed"],
-        rule="C27",
+        "exit code",
         expected=OVER_BUDGET,
+        rule="C27",
+        seen=alert["programs"] - alert["allowed"],
     )
 
 

@@ -43,42 +43,49 @@ def test_warm_restart_hits_every_cache_layer(lane: Lane, restarts, row, canaries
     before, after = cold["counts"], warm["counts"]
     evidence = (f"cold {before}", f"warm {after}")
     # Absent counters read None, and count as 0 misses only with a positive count of hits: the witness.
-    shared = {"unit": "count", "rule": "C18", "evidence": evidence, "instruments": ("cache",)}
-    row(
+    row.count(
         f"{CASE}/aot_hits",
         after["aot_hit"],
-        witness=before["aot_miss"] or 0,
         expected=before["aot_miss"],
-        **shared,
+        rule="C18",
+        seen=before["aot_miss"] or 0,
+        evidence=evidence,
     )
-    row(
+    row.count(
         f"{CASE}/fx_hits",
         after["fx_hit"],
-        witness=before["fx_miss"] or 0,
         expected=before["fx_miss"],
-        **shared,
+        rule="C18",
+        seen=before["fx_miss"] or 0,
+        evidence=evidence,
     )
     for metric, key in (("aot_misses", "aot_miss"), ("fx_misses", "fx_miss")):
-        row(f"{CASE}/{metric}", after[key] or 0, witness=after["aot_hit"] or 0, expected=0, **shared)
+        row.count(
+            f"{CASE}/{metric}",
+            after[key] or 0,
+            expected=0,
+            rule="C18",
+            seen=after["aot_hit"] or 0,
+            evidence=evidence,
+        )
     for metric, key in (("aot_bypasses", "aot_bypass"), ("fx_bypasses", "fx_bypass")):
-        row(f"{CASE}/{metric}", after[key] or 0, witness=after["aot_hit"] or 0, expected=0, **shared)
-    row(
+        row.count(
+            f"{CASE}/{metric}",
+            after[key] or 0,
+            expected=0,
+            rule="C18",
+            seen=after["aot_hit"] or 0,
+            evidence=evidence,
+        )
+    row.count(
         f"{CASE}/new_shared_objects",
         len(new_code(cold, warm)),
         unit="files",
-        witness=len(cold["code"]),
-        rule="C18",
         expected=0,
-    )
-    row(
-        f"{CASE}/autotune_benchmarks",
-        warm["autotunes"],
-        unit="count",
-        witness=warm["graphs"],
         rule="C18",
-        expected=0,
-        instruments=("autotune",),
+        seen=cold["code"],
     )
+    row.count(f"{CASE}/autotune_benchmarks", warm["autotunes"], expected=0, rule="C18", seen=warm["graphs"])
 
 
 @lanes("cpu")
@@ -88,14 +95,14 @@ def test_warm_restart_is_cheap_and_bit_equal(lane: Lane, restarts, row) -> None:
         f"cold {cold['cpu_seconds']:.1f} CPU s, {cold['wall_seconds']:.1f} s wall",
         f"warm {warm['cpu_seconds']:.1f} CPU s, {warm['wall_seconds']:.1f} s wall",
     )
-    row(
+    row.bound(
         f"{CASE}/cpu_seconds_ratio",
         warm["cpu_seconds"] / cold["cpu_seconds"],
-        unit="ratio",
-        witness=cold["graphs"],
-        rule="C18",
+        "ratio",
         at_most=0.5,
+        rule="C18",
+        seen=cold["graphs"],
         evidence=seconds,
     )
     apart = largest_difference(warm["losses"], cold["losses"])
-    row(f"{CASE}/loss_difference", apart, unit="nats", witness=len(cold["losses"]), rule="C18", expected=0.0)
+    row.bound(f"{CASE}/loss_difference", apart, "nats", expected=0.0, rule="C18", seen=cold["losses"])

@@ -43,15 +43,7 @@ def test_ablation_attributes_fault_to_its_stage(lane: Lane, tmp_path: Path, row)
         if (finding["stage"], finding["backend"]) != FAULTS[fault]
     ]
     assert all(finding["ratio"] > 100 * FACTOR for finding in found.values()), "a fault, not a rounding error"
-    row(
-        "compile/ablation/faults_misattributed",
-        len(wrong),
-        unit="count",
-        witness=len(found),
-        rule="C36",
-        expected=0,
-        evidence=wrong,
-    )
+    row.count("compile/ablation/faults_misattributed", wrong, expected=0, rule="C36", seen=found)
 
 
 @lanes("cpu")

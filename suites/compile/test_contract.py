@@ -32,25 +32,15 @@ def test_dynamo_options_at_first_backend_call(lane: Lane, row, canaries) -> None
         apply(hybrid.model, "regional", contract, reading)(ids).backward()
         calls = hybrid.report().calls
     first = met[0] if met else {}
-    row(
+    row.exact(
         "compile/contract/dynamo_lines_at_first_compile",
         ", ".join(f"{name}={value}" for name, value in sorted(first.items())),
-        unit="config",
-        witness=calls,
+        "config",
         rule="C1",
-        instruments=("graphs",),
+        seen=calls,
     )
     stale = [name for name, value in contract.dynamo.items() if any(seen.get(name) != value for seen in met)]
-    row(
-        "compile/contract/dynamo_lines_not_held",
-        len(stale),
-        unit="count",
-        witness=len(met),
-        rule="C1",
-        expected=0,
-        evidence=stale,
-        instruments=("graphs",),
-    )
+    row.count("compile/contract/dynamo_lines_not_held", stale, expected=0, rule="C1", seen=met)
 
 
 @lanes("cpu", "h200")
@@ -65,13 +55,12 @@ def test_model_has_only_declared_disable_points(lane: Lane, policy: str, row) ->
         f"{type(b).__module__}.{type(b).__qualname__}.forward" for letter, b in kinds if letter in letters
     }
     found = disabled_functions(model)
-    row(
+    row.count(
         f"compile/nam56r-{policy}/undeclared_disable_points",
         len(found ^ declared),
-        unit="count",
-        witness=len(list(model.modules())),
-        rule="C7",
         expected=0,
+        rule="C7",
+        seen=list(model.modules()),
         evidence=[f"undeclared: {name}" for name in sorted(found - declared)]
         + [f"declared but not live: {name}" for name in sorted(declared - found)],
     )

@@ -49,10 +49,13 @@ def test_cuda_graph_replay_equals_eager_forward(lane: Lane, kind: str, row) -> N
         for found, eager in zip(replay(*given), (expected,) if isinstance(expected, Tensor) else expected):
             differing += int((found != eager).sum())
             elements += eager.numel()
-    row(
-        f"compile/nam56r-cuda_graph-{kind.replace(':', '_')}/elements_that_differ", differing, unit="count",
-        witness=elements, rule="C2", expected=0,
-    )  # fmt: skip
+    row.count(
+        f"compile/nam56r-cuda_graph-{kind.replace(':', '_')}/elements_that_differ",
+        differing,
+        expected=0,
+        rule="C2",
+        seen=elements,
+    )
 
 
 @lanes("h200")
@@ -78,11 +81,14 @@ def test_inductor_cuda_graph_skips(lane: Lane, kind: str, row, canaries) -> None
             found = compiled(*inputs(model, kind, seed, lane.device))
             sum(part.sum() for part in (found if isinstance(found, tuple) else (found,))).backward()
             block.zero_grad(set_to_none=True)
-    row(
-        f"compile/nam56r-inductor_cuda_graphs-{kind.replace(':', '_')}/skips", skips.count, unit="graphs",
-        witness=watch.report.calls, rule="C2", better="lower", evidence=sorted(set(skips.reasons)),
-        instruments=("graphs", "cuda_graph_skips"),
-    )  # fmt: skip
+    row.cost(
+        f"compile/nam56r-inductor_cuda_graphs-{kind.replace(':', '_')}/skips",
+        skips.count,
+        "graphs",
+        rule="C2",
+        seen=watch.report.calls,
+        evidence=sorted(set(skips.reasons)),
+    )
 
 
 @lanes("cpu", "h200")

@@ -28,10 +28,14 @@ def test_training_step_has_no_device_sync(lane: Lane, name: str, policy: str, ro
         with synchronisations() as found:
             train_step(hybrid.compiled, optimizer, ids)
         calls = hybrid.report().calls
-    row(
-        f"compile/{name}-{policy}/device_syncs", len(found), unit="count", rule="C2", expected=0,
-        witness=len(hybrid.model.blocks) if policy == "eager" else calls, evidence=sorted(set(found)),
-    )  # fmt: skip
+    row.count(
+        f"compile/{name}-{policy}/device_syncs",
+        len(found),
+        expected=0,
+        rule="C2",
+        seen=len(hybrid.model.blocks) if policy == "eager" else calls,
+        evidence=sorted(set(found)),
+    )
 
 
 @lanes("h200")

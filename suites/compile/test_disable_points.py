@@ -126,16 +126,19 @@ def measure(point: Point, disabled: bool) -> DynamoReport:
 def test_disable_point_is_one_break(lane: Lane, point: Point, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     report = measure(point, disabled=True)
-    row(
-        f"compile/disable-{point.name}/graph_breaks", len(places(report)), unit="count", witness=report.calls,
-        rule="C7", expected=1, evidence=report.evidence(), instruments=INSTRUMENTS,
-    )  # fmt: skip
+    row.count(
+        f"compile/disable-{point.name}/graph_breaks", len(places(report)), expected=1, rule="C7", seen=report
+    )
     assert report.unique_graphs == 2
     without = measure(point, disabled=False)
-    row(
-        f"compile/disable-{point.name}/graphs_without", without.unique_graphs, unit="count", witness=without.calls,
-        rule="C7", expected=point.graphs, evidence=[point.why, *without.evidence()], instruments=INSTRUMENTS,
-    )  # fmt: skip
+    row.count(
+        f"compile/disable-{point.name}/graphs_without",
+        without.unique_graphs,
+        expected=point.graphs,
+        rule="C7",
+        seen=without,
+        evidence=[point.why],
+    )
 
 
 @lanes("cpu")

@@ -34,20 +34,22 @@ def test_batch_is_dynamic_and_sequence_is_static(lane: Lane, policy: str, warmup
         report = hybrid.report()
     want = expected(hybrid.config.kinds, policy).unique_graphs
     case = f"compile/nam52-{policy}-warmup_{warmup}"
-    shared = {
-        "unit": "count",
-        "witness": report.calls,
-        "rule": "C12",
-        "evidence": (f"graphs by batch {by_batch}, then by sequence length {by_length}", *report.evidence()),
-        "instruments": INSTRUMENTS,
-    }
-    row(f"{case}/graphs_over_batches_2_8_32", moved, expected=want, **shared)
+    row.count(
+        f"{case}/graphs_over_batches_2_8_32",
+        moved,
+        expected=want,
+        rule="C12",
+        seen=report,
+        evidence=[f"graphs by batch {by_batch}, then by sequence length {by_length}"],
+    )
     if warmup == 2:
         # Automatic promotion would serve the second new length from the graph that the first one made dynamic.
         added = by_length[lengths[-1]] - moved
-        row(
+        row.count(
             f"{case}/graphs_added_by_two_sequence_lengths",
             added,
             expected=2 * want,
-            **shared | {"rule": "C4"},
+            rule="C4",
+            seen=report,
+            evidence=[f"graphs by batch {by_batch}, then by sequence length {by_length}"],
         )

@@ -220,10 +220,14 @@ def measure(form: Form, **options: object) -> DynamoReport:
 def test_clean_form_compiles_to_one_graph(lane: Lane, form: Form, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     report = measure(form)
-    row(
-        f"compile/form-{form.name}/unique_graphs", report.unique_graphs, unit="count", witness=report.calls,
-        rule=form.rule, expected=form.graphs, evidence=[form.why, *report.evidence()], instruments=INSTRUMENTS,
-    )  # fmt: skip
+    row.count(
+        f"compile/form-{form.name}/unique_graphs",
+        report.unique_graphs,
+        expected=form.graphs,
+        rule=form.rule,
+        seen=report,
+        evidence=[form.why],
+    )
     assert not report.breaks
 
 
@@ -268,9 +272,16 @@ def layers(limit: int = 0, depth: int = 13) -> DynamoReport:
 def test_numbered_layers_stay_below_recompile_limit(lane: Lane, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     report = layers()
-    shared = {"unit": "count", "witness": report.calls, "rule": "C3", "instruments": INSTRUMENTS}
-    row("compile/form-layer_number/unique_graphs", report.unique_graphs, expected=13, **shared)
-    row("compile/form-layer_number/limit_hits", len(report.failures), expected=0, **shared)
+    row.count(
+        "compile/form-layer_number/unique_graphs",
+        report.unique_graphs,
+        expected=13,
+        rule="C3",
+        seen=report.calls,
+    )
+    row.count(
+        "compile/form-layer_number/limit_hits", len(report.failures), expected=0, rule="C3", seen=report.calls
+    )
 
 
 @lanes("cpu")

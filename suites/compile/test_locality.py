@@ -47,17 +47,25 @@ def test_guard_miss_recompiles_only_its_region(lane: Lane, row, canaries) -> Non
         with watched_hybrid("nam52", policy, backend="eager") as hybrid:
             graphs, ops[policy], causes = graphs_after_a_miss_in_one_expert_block(hybrid)
             calls = hybrid.report().calls
-        row(
-            f"compile/nam52-{policy}-guard_miss/graphs_recompiled", graphs, unit="count", witness=calls, rule="C13",
-            expected=1, evidence=[f"{ops[policy]} operators", *causes], instruments=INSTRUMENTS,
-        )  # fmt: skip
+        row.count(
+            f"compile/nam52-{policy}-guard_miss/graphs_recompiled",
+            graphs,
+            expected=1,
+            rule="C13",
+            seen=calls,
+            evidence=[f"{ops[policy]} operators", *causes],
+        )
         if policy == "regional":
             assert causes
             assert all("moe.py" in cause for cause in causes), causes
-    row(
-        "compile/nam52-guard_miss/operators_regional_over_whole", ops["regional"] / ops["whole_opaque"],
-        unit="ratio", witness=ops["whole_opaque"], rule="C13", at_most=2 / 52, instruments=INSTRUMENTS,
-    )  # fmt: skip
+    row.bound(
+        "compile/nam52-guard_miss/operators_regional_over_whole",
+        ops["regional"] / ops["whole_opaque"],
+        "ratio",
+        at_most=2 / 52,
+        rule="C13",
+        seen=ops["whole_opaque"],
+    )
 
 
 @lanes("cpu")
@@ -125,10 +133,7 @@ def test_routing_is_fixed_when_model_is_built(lane: Lane, row) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         model.config.top_k = 1
     moved = moved_by_the_config(model, token_batch(model.config, 2))
-    row(
-        "compile/nam12-routing/fields_read_in_a_forward", len(moved), unit="count", witness=len(ROUTING),
-        rule="C10", expected=0, evidence=moved,
-    )  # fmt: skip
+    row.count("compile/nam12-routing/fields_read_in_a_forward", moved, expected=0, rule="C10", seen=ROUTING)
 
 
 @lanes("cpu")

@@ -63,13 +63,29 @@ def test_moe_compiles_one_graph_per_bucket(lane: Lane, row, canaries) -> None:
         f"buckets {sorted(buckets)} over {len(SKEWS)} routings (needed {needed})",
         *report.evidence(),
     )
-    shared = {"witness": report.calls, "rule": "C11", "evidence": evidence, "instruments": INSTRUMENTS}
-    row(
+    row.count(
         "compile/nam52-moe_buckets/graphs",
         report.unique_graphs,
-        unit="count",
         expected=len(buckets),
-        **shared,
+        rule="C11",
+        seen=report.calls,
+        evidence=evidence,
     )
-    row("compile/nam52-moe_buckets/overflow_count", int(block.overflow), unit="pairs", expected=0, **shared)
-    row("compile/nam52-moe_buckets/error_to_dropless", largest(errors), unit="ratio", at_most=1e-5, **shared)
+    row.bound(
+        "compile/nam52-moe_buckets/overflow_count",
+        int(block.overflow),
+        "pairs",
+        expected=0,
+        rule="C11",
+        seen=report.calls,
+        evidence=evidence,
+    )
+    row.bound(
+        "compile/nam52-moe_buckets/error_to_dropless",
+        largest(errors),
+        "ratio",
+        at_most=1e-5,
+        rule="C11",
+        seen=report.calls,
+        evidence=evidence,
+    )

@@ -49,26 +49,17 @@ def test_counts(lane: Lane, name: str, policy: str, row, canaries) -> None:
         ("compiled_calls", calls),
         ("unique_graphs", report.unique_graphs),
     ):
-        row(
+        row.count(
             f"{case}/{metric}",
             value,
-            unit="count",
-            witness=witness,
-            rule="C6" if metric in ("graph_breaks", "eager_islands") else "C13",
             expected=getattr(want, metric),
+            rule="C6" if metric in ("graph_breaks", "eager_islands") else "C13",
+            seen=witness,
             evidence=report.evidence(),
-            instruments=INSTRUMENTS,
         )
     if policy != "eager":
-        row(
-            f"{case}/guard_count",
-            report.guards,
-            unit="count",
-            witness=report.unique_graphs,
-            rule="C9",
-            better="lower",
-            tolerance=0.1,
-            instruments=INSTRUMENTS,
+        row.cost(
+            f"{case}/guard_count", report.guards, "count", tolerance=0.1, rule="C9", seen=report.unique_graphs
         )
 
 
@@ -92,13 +83,27 @@ def test_graph_break_in_layer_loop_drops_whole_frame(lane: Lane, row, canaries) 
         report = hybrid.report()
     recurrent = sum(letter in RECURRENT for letter in letters)
     case = "compile/nam52-whole_loop"
-    shared = {
-        "unit": "count",
-        "witness": calls,
-        "rule": "C6",
-        "evidence": report.evidence(),
-        "instruments": INSTRUMENTS,
-    }
-    row(f"{case}/eager_islands", islands, expected=recurrent, **shared)
-    row(f"{case}/compiled_calls", calls, at_least=len(letters) - recurrent, **shared)
-    row(f"{case}/counted_graph_breaks", report.counted_breaks, per_build=True, **shared)
+    row.count(
+        f"{case}/eager_islands",
+        islands,
+        expected=recurrent,
+        rule="C6",
+        seen=calls,
+        evidence=report.evidence(),
+    )
+    row.count(
+        f"{case}/compiled_calls",
+        calls,
+        at_least=len(letters) - recurrent,
+        rule="C6",
+        seen=calls,
+        evidence=report.evidence(),
+    )
+    row.count(
+        f"{case}/counted_graph_breaks",
+        report.counted_breaks,
+        rule="C6",
+        seen=calls,
+        evidence=report.evidence(),
+        per_build=True,
+    )

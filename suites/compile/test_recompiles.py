@@ -13,7 +13,7 @@ from suites.compile.expectations import expected
 from suites.support.hybrids import build, token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
 
-INSTRUMENTS = ("graphs", "recompiles", "recompile_limit")
+INSTRUMENTS = ("graphs", "graph_breaks", "recompiles", "recompile_limit")
 
 
 @lanes("cpu", "h200")
@@ -36,16 +36,14 @@ def test_no_recompiles_in_seventy_steps(lane: Lane, name: str, row, canaries) ->
             )
         report = hybrid.report()
     case = f"compile/{name}-regional-70_steps"
-    shared = {
-        "unit": "count",
-        "witness": report.calls,
-        "evidence": report.evidence(),
-        "instruments": INSTRUMENTS,
-    }
     want = expected(hybrid.config.kinds, "regional")
-    row(f"{case}/unique_graphs", report.unique_graphs, rule="C27", expected=want.unique_graphs, **shared)
-    row(f"{case}/graphs_after_warmup", report.unique_graphs - after_warmup, rule="C8", expected=0, **shared)
-    row(f"{case}/limit_hits", len(report.failures), rule="C3", expected=0, **shared)
+    row.count(
+        f"{case}/unique_graphs", report.unique_graphs, expected=want.unique_graphs, rule="C27", seen=report
+    )
+    row.count(
+        f"{case}/graphs_after_warmup", report.unique_graphs - after_warmup, expected=0, rule="C8", seen=report
+    )
+    row.count(f"{case}/limit_hits", len(report.failures), expected=0, rule="C3", seen=report)
 
 
 @lanes("cpu", "h200")
@@ -67,22 +65,12 @@ def test_compiled_overflow_count_equals_eager(lane: Lane, row, canaries) -> None
         counted, known = hybrid.model.overflow() - before, eager.overflow()
         graphs = hybrid.report().unique_graphs
     saved = [key for key in hybrid.model.state_dict() if "overflow" in key]
-    row(
+    row.bound(
         "compile/nam12-regional-tight/overflow_count_difference",
         counted - known,
-        unit="pairs",
-        witness=known,
-        rule="C8",
+        "pairs",
         expected=0,
-        instruments=("graphs",),
-    )
-    row(
-        "compile/nam12-regional-tight/saved_counters",
-        len(saved),
-        unit="count",
-        witness=graphs,
         rule="C8",
-        expected=0,
-        evidence=saved,
-        instruments=("graphs",),
+        seen=known,
     )
+    row.count("compile/nam12-regional-tight/saved_counters", saved, expected=0, rule="C8", seen=graphs)

@@ -23,7 +23,7 @@ def test_regression(lane: Lane, row, case: Case) -> None:
         bool(found),
         known_in=case.known_in,
         reason=f"{case.title} ({case.link})",
-        witness=1,
         rule="R1",
+        seen=1,
         evidence=found,
     )

@@ -44,7 +44,7 @@ def test_flex_attention_with_changed_softcap(lane: Lane, row) -> None:
         known_in=FLOAT_CAPTURE,
         reason="Dynamo makes the second value of a captured float a SymFloat, which flex_attention's fake does not "
         "take: an attention with two softcaps no longer compiles (torch/_higher_order_ops/flex_attention.py)",
-        witness=len(SOFTCAPS) - len(refused),
         rule="R1",
+        seen=len(SOFTCAPS) - len(refused),
         evidence=refused,
     )

@@ -87,7 +87,7 @@ def test_error_before_the_cast_is_that_of_fp32(lane: Lane, kind: str, row):
 
 
 @lanes("cpu")
-def test_graph_has_fp32_product_and_accumulator(lane: Lane):
+def test_graph_has_fp32_product_and_accumulator(lane: Lane, row):
     def narrow(combine: Callable[..., Tensor]) -> tuple[list[str], list[str]]:
         """Return the floating-point multiplications and sums of the traced graph: all of them, and those below fp32."""
         *tensors, bucket = make_inputs(dtype=torch.bfloat16)
@@ -98,6 +98,7 @@ def test_graph_has_fp32_product_and_accumulator(lane: Lane):
         return [name for name, _ in values], [name for name, dtype in values if dtype != torch.float32]
 
     every, low = narrow(moe_combine_eager)
+    row.count("kernels/moe_combine-graph/narrow_accumulators", low, expected=0, rule="C33", seen=every)
     assert every == ["aten.mul.Tensor", "aten.index_add.default"]
     assert not low
     assert narrow(moe_combine_naive)[1]

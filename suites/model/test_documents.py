@@ -39,13 +39,13 @@ def test_second_document_does_not_depend_on_the_first(lane: Lane, name: str, mix
     assert not torch.equal(changed[:, :SPLIT], packed[:, :SPLIT]), (
         "the first document must change, or the test shows nothing"
     )
-    row(
+    row.bound(
         f"model/{name}-{mixer}/document_leak",
         float((packed - alone).abs().max()),
-        unit="logits",
-        witness=packed.numel(),
-        rule="C36",
+        "logits",
         at_most=1e-10,
+        rule="C36",
+        seen=packed.numel(),
         evidence=("fp64: what is left is the order of sums over a longer row",),
     )
     assert torch.equal(changed[:, SPLIT:], packed), "a change in document 1 changed document 2"

@@ -28,14 +28,13 @@ def test_full_size_step_fits_in_memory(lane: Lane, name: str, row) -> None:
     # An untrained model predicts each id alike; the softcap keeps a random one close to that.
     assert abs(loss - math.log(config.vocab_size)) < 3
     assert not missing, missing
-    row(
+    row.cost(
         f"model/{name}-full-{BATCH}x{config.seq_len}/peak_memory_bytes",
         peak,
-        unit="bytes",
-        witness=parameters,
-        rule="C37",
-        better="lower",
+        "bytes",
         tolerance=0.02,
+        rule="C37",
+        seen=parameters,
         evidence=[f"{parameters / 1e9:.2f}e9 parameters, loss {loss:.3f}"],
     )
 

@@ -176,15 +176,13 @@ def test_mtp_is_one_graph_for_all_steps(lane: Lane, row, canaries) -> None:
             report = watch.refresh()
         graphs[steps] = report.unique_graphs + len(report.breaks)
         calls += report.calls
-    row(
+    row.count(
         f"model/mtp-{lane.name}/graphs",
         max(graphs.values()),
-        unit="count",
-        witness=calls,
-        rule="C27",
         expected=1,
+        rule="C27",
+        seen=calls,
         evidence=[f"{steps} steps: {n} graphs and breaks" for steps, n in graphs.items()],
-        instruments=INSTRUMENTS,
     )
     assert min(graphs.values()) == 1
 

@@ -114,15 +114,14 @@ def test_graph_does_not_grow_with_the_chunks(lane: Lane, row, canaries) -> None:
     few, many = (operators(lane, ours, chunks) for chunks in (12, 48))
     pairs = [operators(lane, levels_pair_by_pair, chunks) for chunks in (4, 8)]
     assert pairs[1] > 3 * pairs[0], "the pair loop must show"
-    row(
+    row.bound(
         f"model/relations-{lane.name}/operators_for_36_more_chunks",
         many - few,
-        unit="operators",
-        witness=few,
-        rule="X5",
+        "operators",
         expected=0,
+        rule="X5",
+        seen=few,
         evidence=(f"one relation by pairs: {pairs[0]} operators for 4 chunks, {pairs[1]} for 8",),
-        instruments=("graphs",),
     )
 
 

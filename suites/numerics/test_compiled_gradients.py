@@ -96,22 +96,20 @@ def test_compiled_gradient_error_ratio(lane: Lane, name: str, policy: str, row, 
     kept = {key: [sum_of_smallest(batches, KEPT) for batches in columns] for key, columns in errors.items()}
     ratios = error_ratios(kept, floor)
     worst = name_of_largest(ratios)
-    row(
+    row.bound(
         f"numerics/{name}-{policy}/worst_gradient_error_ratio",
         ratios[worst],
-        unit="ratio",
-        witness=calls,
-        rule="C36",
+        "ratio",
         at_most=FACTOR,
+        rule="C36",
+        seen=calls,
         evidence=(f"worst of {len(ratios)} kinds: {worst}",),
-        instruments=("graphs",),
     )
-    row(
+    row.count(
         f"numerics/{name}-{policy}/non_finite_gradients",
         len(non_finite),
-        unit="count",
-        witness=len(ratios),
-        rule="C33",
         expected=0,
+        rule="C33",
+        seen=ratios,
         evidence=sorted(non_finite)[:5],
     )

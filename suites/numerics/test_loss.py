@@ -31,10 +31,11 @@ def test_loss_over_twenty_steps(lane: Lane, name: str, row, canaries) -> None:
     first, second = runs
     case = f"numerics/{name}-regional-{steps}_steps"
     curve = (f"loss {first[0]:.4f} -> {first[-1]:.4f}",)
-    shared = {"witness": calls, "evidence": curve, "instruments": ("graphs",)}
     finite = sum(math.isfinite(loss) for loss in first)
-    row(f"{case}/finite_losses", finite, unit="count", rule="C33", expected=steps, **shared)
+    row.count(f"{case}/finite_losses", finite, expected=steps, rule="C33", seen=calls, evidence=curve)
     fall = sum(first[:5]) / 5 - sum(first[-5:]) / 5
-    row(f"{case}/loss_fall", fall, unit="nats", rule="C33", at_least=0.2, **shared)
+    row.bound(f"{case}/loss_fall", fall, "nats", at_least=0.2, rule="C33", seen=calls, evidence=curve)
     apart = largest_difference(first, second)
-    row(f"{case}/repeat_difference", apart, unit="nats", rule="C33", expected=0.0, **shared)
+    row.bound(
+        f"{case}/repeat_difference", apart, "nats", expected=0.0, rule="C33", seen=calls, evidence=curve
+    )

@@ -122,10 +122,15 @@ POLICY = {"cpu": "eager", "h200": "regional"}
 @lanes("cpu", "h200")
 def test_loss_does_not_explode(lane: Lane, row) -> None:
     found = losses(lane.device, POLICY[lane.name])
-    row(
-        "numerics/cancelling_experts-four_steps/largest_loss", largest(found), unit="nats", rule="C33",
-        at_most=LARGEST_LOSS, witness=len(found), evidence=[" -> ".join(f"{loss:.4g}" for loss in found)],
-    )  # fmt: skip
+    row.bound(
+        "numerics/cancelling_experts-four_steps/largest_loss",
+        largest(found),
+        "nats",
+        at_most=LARGEST_LOSS,
+        rule="C33",
+        seen=found,
+        evidence=[" -> ".join(f"{loss:.4g}" for loss in found)],
+    )
 
 
 def exploded(found: list[float], limit: float) -> bool:
@@ -183,7 +188,12 @@ def test_combine_at_full_size(lane: Lane, row) -> None:
     errors, assignments = full_size_errors()
     torch.cuda.empty_cache()
     assert errors["fp32 atomics"] < BOUND < errors["bf16 atomics"] / 100
-    row(
-        "numerics/moe_combine-nam52-full/error_before_cast", errors["op"], unit="ratio", rule="C33", at_most=BOUND,
-        witness=assignments, evidence=[f"{name}: {error:.1e}" for name, error in errors.items()],
-    )  # fmt: skip
+    row.bound(
+        "numerics/moe_combine-nam52-full/error_before_cast",
+        errors["op"],
+        "ratio",
+        at_most=BOUND,
+        rule="C33",
+        seen=assignments,
+        evidence=[f"{name}: {error:.1e}" for name, error in errors.items()],
+    )

@@ -34,26 +34,25 @@ def fact(
 ) -> None:
     """Report a row of parts that all must hold."""
     missing = [part for part, holds in shown.items() if not holds]
-    row(
+    row.count(
         f"release/{name}/parts_that_do_not_hold",
-        len(missing),
-        unit="count",
-        witness=len(shown),
-        rule="R1",
+        missing,
         expected=0,
-        evidence=[*missing, *(evidence or [])],
+        rule="R1",
+        seen=shown,
+        evidence=evidence or [],
     )
 
 
 def present(row: Callable[..., Any], name: str, found: bool, evidence: list[str] | None = None) -> bool:
     """Report 1 if this torch has the feature, else 0: a build that loses it is red, one that gains it a WIN."""
-    row(
+    row.cost(
         f"release/{name}/capability",
         int(found),
-        unit="capability",
-        witness=1,
-        rule="R1",
+        "capability",
         better="higher",
+        rule="R1",
+        seen=1,
         evidence=evidence or [f"torch {torch.__version__}"],
     )
     return found
@@ -79,13 +78,13 @@ def test_batched_eigh(lane: Lane, row) -> None:
     values, vectors = torch.linalg.eigh(a)
     # Rounding of a backward stable method: a few units in the last place times sqrt(D).
     bound = 8 * 32**0.5 * torch.finfo(torch.float32).eps
-    row(
+    row.bound(
         "release/batched_eigh/residual",
         residual(a, values, vectors),
-        unit="ratio",
-        witness=len(a),
-        rule="R1",
+        "ratio",
         at_most=bound,
+        rule="R1",
+        seen=a,
     )
     one_by_one = torch.stack([torch.linalg.eigvalsh(matrix) for matrix in a])
     torch.testing.assert_close(values, one_by_one, rtol=1e-4, atol=1e-4)
@@ -124,13 +123,13 @@ def test_fused_adagrad(lane: Lane, row) -> None:
         return
     oracle = adagrad(lane.device, False, torch.float64)
     plain = adagrad(lane.device, False, torch.float32)
-    row(
+    row.bound(
         "release/fused_adagrad/error_ratio",
         error_ratio(adagrad(lane.device, True, torch.float32), plain, oracle),
-        unit="ratio",
-        witness=oracle.numel(),
-        rule="R1",
+        "ratio",
         at_most=2.0,
+        rule="R1",
+        seen=oracle.numel(),
     )
 
 
@@ -235,13 +234,12 @@ def test_no_torchscript(lane: Lane, row) -> None:
     files = [path for room in OURS for path in sorted((ROOT / room).rglob("*.py"))]
     # This file calls it once, below, to check its warning.
     found = {path: uses for path in files if path != Path(__file__) and (uses := scripted(path.read_text()))}
-    row(
+    row.count(
         "release/torchscript/uses",
         sum(map(len, found.values())),
-        unit="count",
-        witness=len(files),
-        rule="R1",
         expected=0,
+        rule="R1",
+        seen=files,
         evidence=[f"{path.relative_to(ROOT)}: {', '.join(uses)}" for path, uses in found.items()],
     )
     for source in ("import torch\ntorch.jit.script(f)", "from torch import jit", "import torch.jit as j"):
@@ -255,12 +253,12 @@ def test_torchscript_warns_of_its_deprecation(lane: Lane, row) -> None:
         warnings.simplefilter("always")
         torch.jit.script(nn.ReLU())
     warned = [w for w in caught if "torch.jit.script` is deprecated" in str(w.message)]
-    row(
+    row.exact(
         "release/torchscript/deprecation_category",
         warned[0].category.__name__ if warned else "none",
-        unit="category",
-        witness=1 + len(caught),
+        "category",
         rule="R1",
+        seen=1 + len(caught),
         evidence=[str(w.message) for w in warned],
     )
 
@@ -314,13 +312,13 @@ def test_time_of_batched_eigh(lane: Lane, row, exclusive_machine) -> None:
     a = symmetric(256, 32, lane.device)
     ways = [lambda: torch.linalg.eigh(a), lambda: [torch.linalg.eigh(matrix) for matrix in a]]
     together, one_by_one = (median(times) for times in alternately(ways))
-    row(
+    row.bound(
         "release/batched_eigh/time_over_one_by_one",
         together.median / one_by_one.median,
-        unit="ratio",
-        witness=CALLS,
-        rule="R1",
+        "ratio",
         at_most=0.2,
+        rule="R1",
+        seen=CALLS,
         evidence=[f"{len(a)} matrices: {together.median:.3f} ms, one by one {one_by_one.median:.3f} ms"],
     )
 
@@ -351,8 +349,8 @@ def test_gpu_is_traced_after_a_profile_of_the_cpu(lane: Lane, row) -> None:
         kernels["cpu"] == 0,
         known_in="torch>=2.15,<2.16",
         reason="the first profile of a process decides whether Kineto records a GPU (pytorch#186036, pytorch#186970)",
-        witness=kernels["gpu"],
         rule="R1",
+        seen=kernels["gpu"],
         evidence=[f"kernels of the second trace by the first: {kernels}"],
     )
 
@@ -376,9 +374,7 @@ def test_compiled_addcdiv_equals_eager(lane: Lane, row) -> None:
         return torch.addcdiv(a, b, c.abs() + 1, value=-0.37)
 
     differing = int((torch.compile(update)(a, b, c) != update(a, b, c)).sum())
-    row(
-        "release/addcdiv/entries_that_differ", differing, unit="count", witness=a.numel(), rule="R1", better="lower",
-    )  # fmt: skip
+    row.cost("release/addcdiv/entries_that_differ", differing, "count", rule="R1", seen=a.numel())
 
 
 ROCM = bool(torch.version.hip)
@@ -405,13 +401,12 @@ def parked(items: dict[str, tuple[bool, str]]) -> list[str]:
 @planted("R1", "the device of a parked item is here, and nothing was shown on it")
 def test_parked_items_lack_their_device(lane: Lane, row) -> None:
     """The row counts what is not shown. An item whose device is present may not stay parked."""
-    row(
+    row.count(
         "release/parked/items_not_shown",
         len(parked(NOT_SHOWN)),
-        unit="count",
-        witness=len(NOT_SHOWN),
-        rule="R1",
         expected=len(NOT_SHOWN),
+        rule="R1",
+        seen=NOT_SHOWN,
         evidence=[f"not shown: {name}: needs {needs}" for name, (_, needs) in NOT_SHOWN.items()],
     )
     on_a_mac = {**NOT_SHOWN, "MPS Metal-4 shaders": (True, "macOS 26")}

@@ -97,7 +97,8 @@ class Rate(NamedTuple):
     high: float
 
 
-def _rate(work: float, timing: Timing) -> Rate:
+def rate_of(work: float, timing: Timing) -> Rate:
+    """Return `work` per second of a call that was timed in milliseconds."""
     return Rate(*(1e3 * work / ms for ms in (timing.median, timing.high, timing.low)))
 
 
@@ -106,14 +107,14 @@ def copied() -> Rate:
     """Return bytes per second, read and written, of a large device-to-device copy: the ceiling of memory-bound ops."""
     source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return _rate(2 * COPIED_BYTES, milliseconds(lambda: target.copy_(source)))
+    return rate_of(2 * COPIED_BYTES, milliseconds(lambda: target.copy_(source)))
 
 
 @cache
 def multiplied() -> Rate:
     """Return the FLOP per second of one large bf16 matrix product: the ceiling of compute-bound ops."""
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return _rate(2 * MATMUL_SIZE**3, milliseconds(lambda: a @ b))
+    return rate_of(2 * MATMUL_SIZE**3, milliseconds(lambda: a @ b))
 
 
 def copy_rate() -> float:

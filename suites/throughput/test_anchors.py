@@ -25,7 +25,14 @@ WORK = {
 def test_anchors(lane: Lane, row, exclusive_machine) -> None:
     for id, anchor in ANCHORS.items():
         rate, metric = anchor(), id.rpartition("/")[2]
-        row(
-            id, rate.median, unit=UNITS[metric], witness=CALLS, rule="C37", better="higher", tolerance=TOLERANCE,
-            interval=(rate.low, rate.high), at_most=CEILINGS[metric], evidence=[WORK[metric]],
-        )  # fmt: skip
+        row.timed(
+            id,
+            rate,
+            UNITS[metric],
+            better="higher",
+            tolerance=TOLERANCE,
+            at_most=CEILINGS[metric],
+            rule="C37",
+            seen=CALLS,
+            evidence=[WORK[metric]],
+        )

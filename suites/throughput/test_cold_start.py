@@ -26,12 +26,22 @@ def test_cold_start(lane: Lane, row, exclusive_machine) -> None:
     cold = cold_start(lane)
     assert cold["compiled"], "the process on an empty cache compiled nothing"
     case = f"throughput/start-{lane.name}"
-    shared = {"rule": "C37", "better": "lower", "paired": True, "witness": cold["graphs"]}
     for phase, spent in cold["phases"].items():
-        row(f"{case}/cold_{phase}_cpu_seconds", spent, unit="s", **shared)
-    row(f"{case}/cold_cpu_seconds", cold["cpu_seconds"], unit="s", **shared)
-    row(f"{case}/cold_wall_seconds", cold["wall_seconds"], unit="s", **shared)
-    row(f"{case}/cold_peak_memory_bytes", cold["peak_memory_bytes"], unit="bytes", **shared)
+        row.cost(f"{case}/cold_{phase}_cpu_seconds", spent, "s", rule="C37", seen=cold["graphs"], paired=True)
+    row.cost(
+        f"{case}/cold_cpu_seconds", cold["cpu_seconds"], "s", rule="C37", seen=cold["graphs"], paired=True
+    )
+    row.cost(
+        f"{case}/cold_wall_seconds", cold["wall_seconds"], "s", rule="C37", seen=cold["graphs"], paired=True
+    )
+    row.cost(
+        f"{case}/cold_peak_memory_bytes",
+        cold["peak_memory_bytes"],
+        "bytes",
+        rule="C37",
+        seen=cold["graphs"],
+        paired=True,
+    )
 
 
 @lanes("cpu", "h200")
@@ -41,10 +51,25 @@ def test_warm_start(lane: Lane, row, exclusive_machine) -> None:
     assert not warm["compiled"], f"the process on a filled cache compiled {warm['compiled']} graphs again"
     _check_losses(warm, warm["cold"])
     case = f"throughput/start-{lane.name}"
-    shared = {"better": "lower", "paired": True, "witness": warm["loaded"]}
-    row(f"{case}/warm_cpu_seconds", warm["cpu_seconds"], unit="s", rule="C18", **shared)
-    row(f"{case}/warm_peak_memory_bytes", warm["peak_memory_bytes"], unit="bytes", rule="C18", **shared)
-    row(f"{case}/import_cpu_seconds", warm["import_cpu_seconds"], unit="s", rule="C37", **shared)
+    row.cost(
+        f"{case}/warm_cpu_seconds", warm["cpu_seconds"], "s", rule="C18", seen=warm["loaded"], paired=True
+    )
+    row.cost(
+        f"{case}/warm_peak_memory_bytes",
+        warm["peak_memory_bytes"],
+        "bytes",
+        rule="C18",
+        seen=warm["loaded"],
+        paired=True,
+    )
+    row.cost(
+        f"{case}/import_cpu_seconds",
+        warm["import_cpu_seconds"],
+        "s",
+        rule="C37",
+        seen=warm["loaded"],
+        paired=True,
+    )
 
 
 def _check_losses(warm: Mapping[str, Any], cold: Mapping[str, Any]) -> None:

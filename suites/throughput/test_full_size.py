@@ -16,7 +16,7 @@ from bumpgate.plugin.instruments import eager_islands
 from bumpgate.process.gpu_shares import untimed, unused
 from suites.compile.expectations import expected
 from suites.support.anchor import anchor_milliseconds
-from suites.support.gpu_timing import Timing, copy_rate, matmul_rate, milliseconds
+from suites.support.gpu_timing import Timing, copy_rate, matmul_rate, milliseconds, rate_of
 from suites.support.hybrids import work_of
 from suites.support.instruments import synchronisations
 from suites.support.lanes import Lane, lanes
@@ -58,16 +58,20 @@ def test_full_size_training_step(
             return
         losses = [float(hybrid.step()) for _ in range(FIRST_STEPS)]
         peak = hybrid.peak_memory()
-        row(
-            f"{case}/first_step_seconds", first, unit="s", rule="C23", at_most=LONGEST_FIRST_STEP, witness=1,
+        row.bound(
+            f"{case}/first_step_seconds",
+            first,
+            "s",
+            at_most=LONGEST_FIRST_STEP,
+            rule="C23",
+            seen=1,
             evidence=["on the caches that this run found"],
-        )  # fmt: skip
+        )
         _report_losses(row, case, losses)
         weights = sum(p.numel() for p in hybrid.model.parameters())
-        row(
-            f"{case}/peak_memory_bytes", peak, unit="bytes", rule="C37", better="lower",
-            tolerance=TOLERANCE["peak"], witness=weights,
-        )  # fmt: skip
+        row.cost(
+            f"{case}/peak_memory_bytes", peak, "bytes", tolerance=TOLERANCE["peak"], rule="C37", seen=weights
+        )
         before = _compiled(hybrid)
         timing = milliseconds(hybrid.step, CALLS[name], WARMUP[name])
         _report_rate(row, case, hybrid, timing)
@@ -78,10 +82,15 @@ def test_full_size_training_step(
 
 
 def _report_losses(row, case: str, losses: list[float]) -> None:
-    row(
-        f"{case}/loss_growth", growth(losses), unit="ratio", rule="C33", at_most=LARGEST_GROWTH,
-        witness=len(losses), evidence=[" -> ".join(f"{loss:.3f}" for loss in losses)],
-    )  # fmt: skip
+    row.bound(
+        f"{case}/loss_growth",
+        growth(losses),
+        "ratio",
+        at_most=LARGEST_GROWTH,
+        rule="C33",
+        seen=losses,
+        evidence=[" -> ".join(f"{loss:.3f}" for loss in losses)],
+    )
 
 
 class Compiled(NamedTuple):
@@ -111,63 +120,80 @@ def _report_further_steps(
     while policy != "eager" and hybrid.steps - before.steps < FURTHER_STEPS:
         hybrid.step()
     report = hybrid.watch.refresh()
-    shared = {"unit": "count", "instruments": INSTRUMENTS, "evidence": report.evidence()}
     seen = calls + islands.total()
-    row(
-        f"{case}/kernels_per_step",
-        work.kernels,
-        unit="count",
+    row.cost(f"{case}/kernels_per_step", work.kernels, "count", rule="C37", seen=work.kernels)
+    row.cost(
+        f"{case}/device_milliseconds_per_step",
+        work.milliseconds,
+        "ms",
+        tolerance=TOLERANCE["device"],
         rule="C37",
-        better="lower",
-        witness=work.kernels,
+        seen=work.kernels,
+        evidence=[f"of {timing.median:.1f} ms a step"],
     )
-    row(
-        f"{case}/device_milliseconds_per_step", work.milliseconds, unit="ms", rule="C37", better="lower",
-        tolerance=TOLERANCE["device"], witness=work.kernels, evidence=[f"of {timing.median:.1f} ms a step"],
-    )  # fmt: skip
-    row(
-        f"{case}/host_syncs_per_step", len(waits), unit="count", rule="C2", expected=0, witness=seen,
+    row.count(
+        f"{case}/host_syncs_per_step",
+        len(waits),
+        expected=0,
+        rule="C2",
+        seen=seen,
         evidence=sorted(set(waits)),
-    )  # fmt: skip
+    )
     want = expected(hybrid.config.kinds, policy)
-    row(
+    row.count(
         f"{case}/eager_islands",
         islands.total(),
-        rule="C6",
         expected=want.eager_islands,
-        witness=seen,
-        **shared,
+        rule="C6",
+        seen=seen,
+        evidence=report.evidence(),
+        instruments=INSTRUMENTS,
     )
     if policy == "eager":
         return
     after = _compiled(hybrid)
     again = after.recompiles - before.recompiles + after.graphs - before.graphs
-    row(
+    row.count(
         f"{case}/graph_breaks",
         len(report.breaks),
-        rule="C6",
         expected=want.graph_breaks,
-        witness=seen,
-        **shared,
+        rule="C6",
+        seen=seen,
+        evidence=report.evidence(),
+        instruments=INSTRUMENTS,
     )
-    row(
+    row.count(
         f"{case}/unique_graphs",
         before.graphs,
-        rule="C13",
         expected=want.unique_graphs,
-        witness=calls,
-        **shared,
+        rule="C13",
+        seen=calls,
+        evidence=report.evidence(),
+        instruments=INSTRUMENTS,
     )
     further = after.steps - before.steps
-    row(f"{case}/recompiles_over_30_steps", again, rule="C8", expected=0, witness=further, **shared)
+    row.count(
+        f"{case}/recompiles_over_30_steps",
+        again,
+        expected=0,
+        rule="C8",
+        seen=further,
+        evidence=report.evidence(),
+        instruments=INSTRUMENTS,
+    )
 
 
 def _report_rate(row, case: str, hybrid: FullSize, timing: Timing) -> None:
-    rate = [hybrid.tokens / ms * 1e3 for ms in (timing.median, timing.high, timing.low)]
+    rate = rate_of(hybrid.tokens, timing)
     flops = step_flops(hybrid.model, hybrid.tokens)
-    row(
-        f"{case}/tokens_per_second", rate[0], unit="tokens/s", interval=(rate[1], rate[2]), rule="C37",
-        better="higher", tolerance=HOST_TOLERANCE[hybrid.config.name], witness=CALLS[hybrid.config.name],
+    row.timed(
+        f"{case}/tokens_per_second",
+        rate,
+        "tokens/s",
+        better="higher",
+        tolerance=HOST_TOLERANCE[hybrid.config.name],
+        rule="C37",
+        seen=CALLS[hybrid.config.name],
         work=work_of(hybrid.model, hybrid.batches[0]),
         evidence=[
             f"{timing.median:.1f} ms a step",
@@ -175,7 +201,7 @@ def _report_rate(row, case: str, hybrid: FullSize, timing: Timing) -> None:
             f"{flops / 1e12:.1f} TFLOP, at this run's {matmul_rate() / 1e12:.0f} TFLOP/s",
             f"copy {copy_rate() / 1e12:.2f} TB/s; host: {anchor_milliseconds():.1f} ms for the anchor's work",
         ],
-    )  # fmt: skip
+    )
 
 
 def _report_speedup(row, case: str, name: str, hybrid: FullSize, timing: Timing) -> None:
@@ -185,9 +211,15 @@ def _report_speedup(row, case: str, name: str, hybrid: FullSize, timing: Timing)
         eager = milliseconds(hybrid.step, CALLS[name], WARMUP[name])
         calls = hybrid.watch.report.calls - calls
     assert calls == 0, f"{calls} compiled calls in the eager steps"
-    row(
-        f"{case}/speedup_over_eager", eager.median / timing.median, unit="ratio", rule="C37",
-        at_least=LEAST_SPEEDUP[name], witness=CALLS[name],
-        evidence=[f"eager {eager.median:.1f} ms ({eager.low:.1f} to {eager.high:.1f}), "
-                  f"compiled {timing.median:.1f} ms ({timing.low:.1f} to {timing.high:.1f})"],
-    )  # fmt: skip
+    row.bound(
+        f"{case}/speedup_over_eager",
+        eager.median / timing.median,
+        "ratio",
+        at_least=LEAST_SPEEDUP[name],
+        rule="C37",
+        seen=CALLS[name],
+        evidence=[
+            f"eager {eager.median:.1f} ms ({eager.low:.1f} to {eager.high:.1f}), "
+            f"compiled {timing.median:.1f} ms ({timing.low:.1f} to {timing.high:.1f})"
+        ],
+    )

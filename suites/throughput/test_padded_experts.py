@@ -106,29 +106,45 @@ def test_padded_against_grouped_experts(lane: Lane, name: str, row, exclusive_ma
         products[way] = milliseconds(forward_and_backward(inner, (inner_rows, up, down))[1])
         case = f"throughput/{name}-full-experts-{way}"
         for metric, timing in (("layer", layer[way]), ("products", products[way])):
-            row(
-                f"{case}/{metric}_milliseconds", timing.median, unit="ms", rule="C11", better="lower",
-                interval=(timing.low, timing.high), tolerance=TOLERANCE["milliseconds"], witness=CALLS,
-            )  # fmt: skip
-        row(
-            f"{case}/layer_peak_bytes", peak, unit="bytes", rule="C11", better="lower", tolerance=TOLERANCE["peak"],
-            witness=CALLS,
-        )  # fmt: skip
+            row.timed(
+                f"{case}/{metric}_milliseconds",
+                timing,
+                "ms",
+                tolerance=TOLERANCE["milliseconds"],
+                rule="C11",
+                seen=CALLS,
+            )
+        row.cost(
+            f"{case}/layer_peak_bytes", peak, "bytes", tolerance=TOLERANCE["peak"], rule="C11", seen=CALLS
+        )
     case = f"throughput/{name}-full-experts"
     for metric, timings in (("layer", layer), ("products", products)):
-        row(
-            f"{case}/{metric}_padded_over_grouped", timings["padded"].median / timings["grouped"].median,
-            unit="ratio", rule="C11", better="lower", tolerance=TOLERANCE["ratio"], witness=CALLS,
-            own=f"throughput/{name}-full-experts-padded/{metric}_milliseconds",
+        row.cost(
+            f"{case}/{metric}_padded_over_grouped",
+            timings["padded"].median / timings["grouped"].median,
+            "ratio",
+            tolerance=TOLERANCE["ratio"],
+            rule="C11",
+            seen=CALLS,
             evidence=[f"outputs differ by {difference:.1e}"],
-        )  # fmt: skip
+            own=f"throughput/{name}-full-experts-padded/{metric}_milliseconds",
+        )
     slots, assignments = rows.shape[0] * rows.shape[1], experts.expert.numel()
     expected_slots = experts.E * BATCH * experts.bucket
-    row(
-        f"{case}/padded_slots", slots, unit="slots", rule="C11", expected=expected_slots, witness=assignments,
+    row.bound(
+        f"{case}/padded_slots",
+        slots,
+        "slots",
+        expected=expected_slots,
+        rule="C11",
+        seen=assignments,
         evidence=[f"{slots / assignments - 1:.1%} more than the {assignments} assignments"],
-    )  # fmt: skip
-    row(
-        f"{case}/assignments", int(experts.counts.sum()), unit="slots", rule="C11",
-        expected=BATCH * x.shape[1] * experts.K, witness=slots,
-    )  # fmt: skip
+    )
+    row.bound(
+        f"{case}/assignments",
+        int(experts.counts.sum()),
+        "slots",
+        expected=BATCH * x.shape[1] * experts.K,
+        rule="C11",
+        seen=slots,
+    )

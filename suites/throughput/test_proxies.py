@@ -13,31 +13,21 @@ from bumpgate.plugin.instruments import inductor_report
 from suites.support.hybrids import build, token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
 
-INSTRUMENTS = ("graphs", "inductor")
-
 
 @lanes("cpu")
 @pytest.mark.parametrize("name", ["nam52", "nam56r"])
 def test_size_of_generated_code(lane: Lane, name: str, row, canaries) -> None:
-    canaries(*INSTRUMENTS)
+    canaries("graphs", "inductor")
     with watched_hybrid(name, "regional", device=lane.device) as hybrid, inductor_report() as generated:
         hybrid.compiled.warm_up(token_batch(hybrid.config, 2, device=lane.device))
         graphs = hybrid.report().unique_graphs
     case = f"throughput/{name}-regional"
-    shared = {"witness": graphs, "rule": "C37", "instruments": INSTRUMENTS}
-    row(f"{case}/generated_kernels", generated.kernels, unit="count", per_build=True, **shared)
-    row(f"{case}/generated_modules", generated.modules, unit="count", **shared)
-    row(f"{case}/code_hash", generated.code_hash, unit="sha256", per_build=True, **shared)
+    row.count(f"{case}/generated_kernels", generated.kernels, rule="C37", seen=graphs, per_build=True)
+    row.count(f"{case}/generated_modules", generated.modules, rule="C37", seen=graphs)
+    row.exact(f"{case}/code_hash", generated.code_hash, "sha256", rule="C37", seen=graphs, per_build=True)
     # A cache entry that was written without byte counting replays 0 bytes: the count is its own witness.
-    counted = shared | {"witness": generated.bytes_accessed}
-    row(
-        f"{case}/bytes_accessed",
-        generated.bytes_accessed,
-        unit="bytes",
-        better="lower",
-        tolerance=0.01,
-        **counted,
-    )
+    read = generated.bytes_accessed
+    row.cost(f"{case}/bytes_accessed", read, "bytes", tolerance=0.01, rule="C37", seen=read)
 
 
 @lanes("cpu")
@@ -64,22 +54,19 @@ def test_work_and_memory(lane: Lane, name: str, row, canaries) -> None:
     model = build(hybrid.config, lane.device)
     with FlopCounterMode(display=False) as flops:
         model(ids).backward()
-    row(
+    row.cost(
         f"throughput/{name}-regional/saved_tensor_bytes",
         saved,
-        unit="bytes",
-        witness=calls,
-        rule="C37",
-        better="lower",
+        "bytes",
         tolerance=0.01,
-        instruments=("graphs",),
+        rule="C37",
+        seen=calls,
     )
-    row(
+    row.cost(
         f"throughput/{name}-eager/flops",
         flops.get_total_flops(),
-        unit="flop",
-        witness=len(model.blocks),
-        rule="C37",
-        better="lower",
+        "flop",
         tolerance=0.001,
+        rule="C37",
+        seen=model.blocks,
     )

@@ -120,18 +120,24 @@ def test_restart_searches_and_compiles_nothing(lane: Lane, restart, row) -> None
         known_in=SEARCHED_AGAIN,
         reason="the winner of a reduction's search is looked up in the list of configurations without those that "
         "_dynamic_scale_rblock adds (pytorch#181789)",
-        witness=cold["autotunes"],
         rule="C18",
+        seen=cold["autotunes"],
         evidence=[found],
     )
 
 
 def _report_cold(row, name: str, policy: str, cold: Process) -> None:
-    row(
-        f"throughput/{name}-full-{policy}-{BATCH}x{TOKENS}/cold_first_step_seconds", cold["seconds"], unit="s",
-        rule="C37", better="lower", tolerance=TOLERANCE, witness=cold["graphs"],
-        evidence=[f"in parallel with other tests; the ops' own kernels, before it: {cold['kernels_seconds']:.1f} s"],
-    )  # fmt: skip
+    row.cost(
+        f"throughput/{name}-full-{policy}-{BATCH}x{TOKENS}/cold_first_step_seconds",
+        cold["seconds"],
+        "s",
+        tolerance=TOLERANCE,
+        rule="C37",
+        seen=cold["graphs"],
+        evidence=[
+            f"in parallel with other tests; the ops' own kernels, before it: {cold['kernels_seconds']:.1f} s"
+        ],
+    )
 
 
 def _report_layers(row, cold: Process, warm: Process) -> None:
@@ -140,43 +146,71 @@ def _report_layers(row, cold: Process, warm: Process) -> None:
         f"cold {before}, {cold['autotunes']} benchmarks",
         f"warm {after}, {warm['autotunes']} benchmarks",
     )
-    shared = {"unit": "count", "rule": "C18", "evidence": evidence}
     for layer in ("aot", "fx"):
         missed = before[f"{layer}_miss"] or 0
-        row(
-            f"{CASE}/{layer}_hits", after[f"{layer}_hit"], witness=missed, expected=missed, instruments=("cache",),
-            **shared,
-        )  # fmt: skip
+        row.count(
+            f"{CASE}/{layer}_hits",
+            after[f"{layer}_hit"],
+            expected=missed,
+            rule="C18",
+            seen=missed,
+            evidence=evidence,
+            instruments=("cache",),
+        )
     # At most the cost of the defect in test_restart_searches_and_compiles_nothing.
     written = new_code(cold, warm)
-    row(
-        f"{CASE}/new_code_files", len(written), unit="files", rule="C18", better="lower", witness=len(cold["code"]),
-        evidence=written[:3],
-    )  # fmt: skip
-    row(
-        f"{CASE}/autotune_benchmarks", warm["autotunes"], better="lower", witness=cold["autotunes"],
-        instruments=("autotune",), **shared,
-    )  # fmt: skip
-    row(
-        f"{CASE}/frames_traced_again", warm["frames"], witness=cold["frames"], expected=cold["frames"],
-        instruments=("graphs",), **shared,
-    )  # fmt: skip
+    row.cost(
+        f"{CASE}/new_code_files", len(written), "files", rule="C18", seen=cold["code"], evidence=written[:3]
+    )
+    row.cost(
+        f"{CASE}/autotune_benchmarks",
+        warm["autotunes"],
+        "count",
+        rule="C18",
+        seen=cold["autotunes"],
+        evidence=evidence,
+        instruments=("autotune",),
+    )
+    row.count(
+        f"{CASE}/frames_traced_again",
+        warm["frames"],
+        expected=cold["frames"],
+        rule="C18",
+        seen=cold["frames"],
+        evidence=evidence,
+        instruments=("graphs",),
+    )
 
 
 def _report_seconds(row, cold: Process, warm: list[Process]) -> None:
     quickest = warm[0]
     for label, process in (("cold", cold), ("warm", quickest)):
-        row(
-            f"{CASE}/{label}_first_step_seconds", seconds(process), unit="s", rule="C18", better="lower",
-            tolerance=TOLERANCE, witness=process["graphs"],
-            evidence=[f"the ops' own kernels {process['kernels_seconds']:.1f} s, then {process['seconds']:.1f} s"],
-        )  # fmt: skip
-    row(
-        f"{CASE}/warm_over_cold", ratio(cold, warm), unit="ratio", rule="C18",
-        at_most=LARGEST_RATIO, witness=cold["counts"]["aot_miss"] or 0,
+        row.cost(
+            f"{CASE}/{label}_first_step_seconds",
+            seconds(process),
+            "s",
+            tolerance=TOLERANCE,
+            rule="C18",
+            seen=process["graphs"],
+            evidence=[
+                f"the ops' own kernels {process['kernels_seconds']:.1f} s, then {process['seconds']:.1f} s"
+            ],
+        )
+    row.bound(
+        f"{CASE}/warm_over_cold",
+        ratio(cold, warm),
+        "ratio",
+        at_most=LARGEST_RATIO,
+        rule="C18",
+        seen=cold["counts"]["aot_miss"] or 0,
         evidence=[f"cold {seconds(cold):.1f} s, warm " + ", ".join(f"{seconds(w):.1f}" for w in warm)],
-    )  # fmt: skip
-    row(
-        f"{CASE}/loss_difference", abs(cold["loss"] - quickest["loss"]), unit="nats", rule="C18", expected=0.0,
-        witness=cold["graphs"], evidence=[f"cold {cold['loss']!r}, warm {quickest['loss']!r}"],
-    )  # fmt: skip
+    )
+    row.bound(
+        f"{CASE}/loss_difference",
+        abs(cold["loss"] - quickest["loss"]),
+        "nats",
+        expected=0.0,
+        rule="C18",
+        seen=cold["graphs"],
+        evidence=[f"cold {cold['loss']!r}, warm {quickest['loss']!r}"],
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 
-from bumpgate.plugin.timing import interleaved
+from bumpgate.plugin.rows import Seen
 from launch.step import make_optimizer, train_step
 from suites.support.anchor import anchor
 from suites.support.hybrids import token_batch, watched_hybrid, work_of
@@ -24,7 +24,7 @@ TOLERANCE = {"speedup": 0.15, "anchor": 0.35, "wall": 0.03}
 
 
 @lanes("cpu")
-def test_train_step(lane: Lane, row, canaries, exclusive_machine) -> None:
+def test_train_step(lane: Lane, row, canaries, paired_timer) -> None:
     canaries("graphs")
     with watched_hybrid("nam52", "regional") as hybrid, watched_hybrid("nam52", "eager") as eager:
         ids = token_batch(hybrid.config, 2)
@@ -34,51 +34,36 @@ def test_train_step(lane: Lane, row, canaries, exclusive_machine) -> None:
             optimizer = make_optimizer(each.model)
             steps[name] = lambda each=each, optimizer=optimizer: train_step(each.compiled, optimizer, ids)
         calls = hybrid.watch.report.calls
-        timed = interleaved({"anchor": anchor, **steps}, ROUNDS)
+        timed = paired_timer({"anchor": anchor, **steps}, ROUNDS)
         calls = hybrid.watch.report.calls - calls
     tokens = ids.numel()
-    evidence = (f"{timed.quiet} quiet rounds kept, {timed.disturbed} disturbed ones dropped",)
-    shared = {
-        "rule": "C37",
-        "better": "higher",
-        "witness": calls,
-        "instruments": ("graphs",),
-        "work": work_of(hybrid.model, ids),
-    }
+    seen, work = Seen(calls, timed.evidence()), work_of(hybrid.model, ids)
     for name in steps:
-        per_anchor = timed.ratio("anchor", name)
-        row(
+        row.timed(
             f"throughput/nam52-{name}/tokens_per_anchor",
-            tokens * per_anchor.median,
-            unit="tokens",
-            interval=(tokens * per_anchor.low, tokens * per_anchor.high),
+            timed.ratio("anchor", name).times(tokens),
+            "tokens",
+            better="higher",
             tolerance=TOLERANCE["anchor"],
-            evidence=(*evidence, f"{_rate(tokens, timed.seconds[name])} tokens per CPU second"),
+            rule="C37",
+            seen=seen,
+            evidence=[f"{_rate(tokens, timed.seconds[name])} tokens per CPU second"],
+            work=work,
             series=timed.paired_costs(name),
-            **shared,
         )
-        waits = timed.wall_over_cpu(name)
-        row(
-            f"throughput/nam52-{name}/wall_over_cpu",
-            waits.median,
-            unit="ratio",
-            interval=(waits.low, waits.high),
-            tolerance=TOLERANCE["wall"],
-            paired=True,
-            evidence=evidence,
-            series=timed.paired_waits(name),
-            **shared | {"better": "lower"},
+        waits, id = timed.wall_over_cpu(name), f"throughput/nam52-{name}/wall_over_cpu"
+        row.timed(
+            id, waits, "ratio", tolerance=TOLERANCE["wall"], rule="C37", seen=seen, work=work, paired=True
         )
-    faster = timed.ratio("eager", "regional")
-    row(
+    row.timed(
         "throughput/nam52-regional/speedup_over_eager",
-        faster.median,
-        unit="ratio",
-        interval=(faster.low, faster.high),
+        timed.ratio("eager", "regional"),
+        "ratio",
+        better="higher",
         tolerance=TOLERANCE["speedup"],
-        evidence=evidence,
-        series=timed.paired_costs("regional", "eager"),
-        **shared,
+        rule="C37",
+        seen=seen,
+        work=work,
     )
 
 

@@ -103,28 +103,47 @@ def test_own_ops_against_their_peers(lane: Lane, name: str, row, exclusive_machi
     assert 0 < loss < 20
     for which, times in ((own, ours), (case, peers)):
         timing = median([tokens / ms * 1e3 for ms in times])
-        row(
-            f"{which}/tokens_per_second", timing.median, unit="tokens/s", interval=(timing.low, timing.high),
-            rule="C37", better="higher", tolerance=HOST_TOLERANCE[name], witness=called,
+        row.timed(
+            f"{which}/tokens_per_second",
+            timing,
+            "tokens/s",
+            better="higher",
+            tolerance=HOST_TOLERANCE[name],
+            rule="C37",
+            seen=called,
             evidence=[f"host: {anchor_milliseconds():.1f} ms for the anchor's work"],
-        )  # fmt: skip
+        )
     for which, done in ((own, work), (case, peers_work)):
-        row(
-            f"{which}/device_milliseconds_per_step", done.milliseconds, unit="ms", rule="C37", better="lower",
-            tolerance=TOLERANCE["device"], witness=done.kernels, evidence=[f"{done.kernels} kernels"],
-        )  # fmt: skip
-    row(
-        f"{case}/peak_memory_bytes", peak, unit="bytes", rule="C37", better="lower", tolerance=TOLERANCE["peak"],
-        witness=called,
-    )  # fmt: skip
+        row.cost(
+            f"{which}/device_milliseconds_per_step",
+            done.milliseconds,
+            "ms",
+            tolerance=TOLERANCE["device"],
+            rule="C37",
+            seen=done.kernels,
+            evidence=[f"{done.kernels} kernels"],
+        )
+    row.cost(f"{case}/peak_memory_bytes", peak, "bytes", tolerance=TOLERANCE["peak"], rule="C37", seen=called)
     paired = median([theirs / mine for mine, theirs in zip(ours, peers)])
-    row(
-        f"{case}/speedup_over_upstream", paired.median, unit="ratio", interval=(paired.low, paired.high), rule="C37",
-        better="higher", tolerance=HOST_TOLERANCE[name], witness=called, at_least=1.0,
-        evidence=[f"ours {median(ours).median:.1f} ms, peers {median(peers).median:.1f} ms, step by step in turn"],
-    )  # fmt: skip
-    row(
-        f"{case}/kernels_speedup_over_upstream", peers_work.milliseconds / work.milliseconds, unit="ratio",
-        rule="C37", at_least=1.0, witness=called,
+    row.timed(
+        f"{case}/speedup_over_upstream",
+        paired,
+        "ratio",
+        better="higher",
+        tolerance=HOST_TOLERANCE[name],
+        at_least=1.0,
+        rule="C37",
+        seen=called,
+        evidence=[
+            f"ours {median(ours).median:.1f} ms, peers {median(peers).median:.1f} ms, step by step in turn"
+        ],
+    )
+    row.bound(
+        f"{case}/kernels_speedup_over_upstream",
+        peers_work.milliseconds / work.milliseconds,
+        "ratio",
+        at_least=1.0,
+        rule="C37",
+        seen=called,
         evidence=[f"on the device: ours {work.milliseconds:.1f} ms, peers {peers_work.milliseconds:.1f} ms"],
-    )  # fmt: skip
+    )

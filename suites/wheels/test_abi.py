@@ -85,13 +85,13 @@ def test_extension_built_for_this_torch_passes(
     torch_symbols = {s for s in extension.undefined if abi.TORCH_SYMBOL.match(s)}
     assert {"libtorch_cpu.so", "libc10.so"} <= set(extension.needed)
     assert runs("fake_real", interpreter) == runs("fake_twin", interpreter) == []
-    row(
+    row.count(
         "wheels/extension-of-this-torch/audit_faults",
         len(faults("fake_real", installed)) + len(faults("fake_twin", installed)),
         unit="faults",
-        witness=len(torch_symbols),
-        rule="C39",
         expected=0,
+        rule="C39",
+        seen=torch_symbols,
     )
 
 
@@ -113,13 +113,13 @@ def test_call_of_a_missing_torch_function_is_reported(
     (ran,) = runs("fake_symbol", interpreter)
     assert "exit 127: " in ran.reason
     assert "undefined symbol" in ran.reason
-    row(
+    row.count(
         "wheels/extension-of-another-torch/audit_faults",
         len(found),
         unit="faults",
-        witness=1,
-        rule="C39",
         expected=1,
+        rule="C39",
+        seen=1,
     )
 
 

@@ -22,12 +22,4 @@ def test_doctor_finds_no_defect(lane: Lane, row) -> None:
     findings = examine(make_site(ROOT, lane.name, Path(sys.executable), ENVIRONMENT, own_lock=True))
     defects = [f"{f.code} {f.check}: {f.reason}" for f in findings if f.status is Status.DEFECT]
     passed = sum(f.status is Status.OK for f in findings)
-    row(
-        "wheels/doctor/defects",
-        len(defects),
-        unit="defects",
-        witness=passed,
-        rule="C28",
-        expected=0,
-        evidence=defects,
-    )
+    row.count("wheels/doctor/defects", defects, unit="defects", expected=0, rule="C28", seen=passed)

@@ -46,13 +46,13 @@ def test_installed_packages_match_the_adopted_set(lane: Lane, row) -> None:
         f"{m.package}: {m.found or 'absent'}, {chosen.source} has {m.expected or 'it'}"
         for m in mismatches(chosen.row, found)
     ]
-    row(
+    row.count(
         "wheels/manifest/mismatches",
         len(differences),
         unit="packages",
-        witness=chosen.facts,
-        rule="C39",
         expected=0,
+        rule="C39",
+        seen=chosen.facts,
         evidence=[f"compared with {chosen.source}", *differences],
     )
 

@@ -16,7 +16,8 @@ from xml.etree import ElementTree
 import pytest
 
 from bumpgate.plugin.assignment import TestByTest
-from bumpgate.plugin.scheduling import pytest_xdist_make_scheduler, unit
+from bumpgate.plugin.scheduling import pytest_xdist_make_scheduler
+from bumpgate.plugin.units import unit
 from bumpgate.process.locks import lock_file, locked, try_lock
 from suites.kernels.first_call import keep
 from suites.support import gpu_memory

@@ -1,0 +1,261 @@
+"""Hooks of every pytest run: the options, and what a run of a lane registers."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from bumpgate.core.lanes import Lane, how_to_declare
+from bumpgate.plugin.lanes import GREEN, chosen_lane, lane_of, lanes_of, named_lanes
+from bumpgate.process.gpu_shares import keep_to_cores, visible
+from bumpgate.process.host import OWN_VARIABLES, PARENT, cores, cpu_workers
+
+# Each worker of the H200 lane holds a context and its last test's memory on the GPU. One of them waits for the others
+# to finish, and then runs the timed tests.
+MOST_GPU_WORKERS = 15
+SPARE_CORES = 1
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    from bumpgate.plugin import hooks
+
+    pluginmanager.add_hookspecs(hooks)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("bumpgate")
+    group.addoption(
+        "--gate",
+        action="store_true",
+        help="a skip, an xpass, a deselected lane test, or a part of the lane is red too",
+    )
+    group.addoption(
+        "--part",
+        action="store_true",
+        help="this run is intended to cover a part of its lane: --gate does not report that as red",
+    )
+    group.addoption(
+        "--affected",
+        metavar="BASE",
+        help="only the tests that depend on a file changed since the commit BASE; a part of the lane",
+    )
+    group.addoption(
+        "--fast",
+        action="store_true",
+        help="no test that is long or cold, or needs the machine to itself; a part of the lane",
+    )
+    group.addoption(
+        "--launcher",
+        metavar="COMMAND",
+        help="launcher that suites/launch checks (default: ours)",
+    )
+    # With "=", not a space: until pytest has read pyproject.toml it treats an existing file as a test path.
+    group.addoption(
+        "--record", metavar="PATH", help="--record=PATH: output path of the rows (default: record.json)"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    from bumpgate.plugin import fixtures
+
+    _register(config, fixtures, "bumpgate-fixtures")
+    _register(config, _LaneRun(), "bumpgate-lane")
+    record, parameters = config.option.record, config.invocation_params
+    if not (record or config.option.launcher) or hasattr(config, "workerinput"):
+        return
+    if config.inipath:
+        # A worker of xdist parses the command line again, when the record is an existing file. An explicit
+        # configuration file is found even if pytest treats the record as a test path.
+        where = ("-c", str(config.inipath), f"--rootdir={config.rootpath}")
+        config.invocation_params = replace(parameters, args=(*where, *parameters.args))
+    elif record and not config.option.rootdir:
+        raise pytest.UsageError(
+            f"no pytest configuration found from {config.rootpath}: pytest treated the existing file {record} "
+            f"as a test path; write --record={record}"
+        )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
+    """Make `--gate` exit with 0 only if a lane was judged green, even if other options keep pytest from running."""
+    gate = config.known_args_namespace.gate  # config.option has no values under --help
+    with pytest.MonkeyPatch.context() as patch:
+        if gate:
+            patch.setattr(os, "_exit", _refused_exit(config, os._exit, os.getpid()))
+        code = yield
+    unjudged = gate and not config.stash.get(GREEN, False)
+    if unjudged and not code and not hasattr(config, "workerinput"):
+        print("ERROR: --gate: this run did not judge a lane green", file=sys.stderr)
+        return pytest.ExitCode.USAGE_ERROR
+    return code
+
+
+def _refused_exit(
+    config: pytest.Config, leave: Callable[[int], NoReturn], process: int
+) -> Callable[[int], NoReturn]:
+    """Return an os._exit that does not end the given process with 0: its run has not been judged."""
+
+    def exit_process(status: int) -> NoReturn:
+        if status or os.getpid() != process:
+            leave(status)
+        if capture := config.pluginmanager.get_plugin("capturemanager"):
+            capture.suspend_global_capture()
+        print("ERROR: --gate: os._exit(0) ended this run before it was judged", file=sys.stderr, flush=True)
+        leave(pytest.ExitCode.INTERNAL_ERROR)
+
+    return exit_process
+
+
+def _foreign_variables() -> str | None:
+    """Return a line on variables that bumpgate sets for its runs, if bumpgate did not start this one; else None."""
+    found = [name for name in OWN_VARIABLES if name in os.environ]
+    if not found:
+        return None
+    import psutil
+
+    if os.environ.get(PARENT) in {str(process.pid) for process in psutil.Process().parents()}:
+        return None
+    return f"{' and '.join(found)} in the environment: only bumpgate sets them, for runs that it starts; unset them"
+
+
+class _LaneRun:
+    """Hooks of a lane run, in a repository with lanes. An error is one line and exit code 4."""
+
+    @pytest.hookimpl(trylast=True)  # after the plugins that declare markers
+    def pytest_configure(self, config: pytest.Config) -> None:
+        if not lanes_of(config):
+            for option in ("gate", "fast"):
+                if getattr(config.option, option):
+                    raise pytest.UsageError(f"--{option}: no lanes here; {how_to_declare('mine')}")
+            return
+        if sys.flags.optimize:
+            raise pytest.UsageError(
+                "PYTHONOPTIMIZE or -O removes the checks that are assert statements: leave it out"
+            )
+        if not hasattr(config, "workerinput") and (fault := _foreign_variables()):
+            raise pytest.UsageError(fault)
+        from bumpgate.core.baseline import BaselineError
+        from bumpgate.plugin import benchmark, rows, scheduling, sharing
+        from bumpgate.plugin.devices import detect
+        from bumpgate.plugin.progress import Progress
+        from bumpgate.plugin.selection import Selection
+        from bumpgate.plugin.session import LaneSession
+
+        config.addinivalue_line("markers", "long(seconds): starts before tests that take less time")
+        declared = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
+        for lane in lanes_of(config).values():
+            if lane.name not in declared:
+                described = lane.description or f"a lane of bumpgate ({lane.device})"
+                config.addinivalue_line("markers", f"{lane.name}: {described}")
+        name = chosen_lane(config)
+        if config.option.fast and not name:
+            raise pytest.UsageError(f"--fast is a part of a lane: add -m {' | '.join(lanes_of(config))}")
+        selection = Selection(config, name)
+        _register(config, selection, "bumpgate-selection")
+        _register(
+            config, benchmark, "bumpgate-benchmark"
+        )  # inside the hook of the rows, which fails red ones
+        _register(config, rows, "bumpgate-rows")
+        if name:
+            _register(config, sharing, "bumpgate-sharing")
+            _register(config, scheduling, "bumpgate-scheduling")
+            _register(config, Unmarked(lanes_of(config)[name]), "bumpgate-unmarked")
+        if config.option.affected:
+            from bumpgate.plugin.affected import Affected
+
+            _register(config, Affected(config, config.option.affected), "bumpgate-affected")
+        if hasattr(config, "workerinput"):
+            return  # the controller has checked everything once
+        fault = cache_fault() or (detect(lanes_of(config)[name]) if name else None)
+        if fault:
+            raise pytest.UsageError(fault)
+        cut = config.invocation_params.dir / (config.known_args_namespace.confcutdir or config.rootpath)
+        skips = config.rootpath in cut.parents and (config.rootpath / "conftest.py").is_file()
+        if config.option.gate and (config.option.noconftest or skips):
+            option = "--noconftest" if config.option.noconftest else f"--confcutdir={cut}"
+            raise pytest.UsageError(
+                f"{option} skips the conftest that prepares a lane: leave it out, or leave out --gate"
+            )
+        if config.option.gate and config.option.collectonly:
+            raise pytest.UsageError("--collect-only measures nothing: leave it out, or leave out --gate")
+        if config.option.gate:
+            os.environ["BUMPGATE_GATE"] = "1"  # nothing that a gate starts may rewrite a baseline
+        if name and not config.option.collectonly:
+            try:
+                baseline = rows.lane_baseline(rows.baseline_path(config, name), name)
+            except BaselineError as error:
+                raise pytest.UsageError(str(error)) from None
+            session = LaneSession(config, baseline, selection)
+            _register(config, session, "bumpgate-session")
+            if getattr(config.option, "verbose", 0) == 0:  # -p no:terminal removes the option
+                progress = Progress(config, name, session.judgements)
+                config.pluginmanager.register(progress, "bumpgate-progress")
+
+
+class Unmarked:
+    """Gives the marker of the lane to tests below its `tests` that have no lane's marker."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        from bumpgate.core.outcomes import contains
+
+        if contains(self._lane, item.nodeid) and lane_of(item) is None:
+            item.add_marker(self._lane.name)
+
+
+def _register(config: pytest.Config, plugin: object, name: str) -> None:
+    """Register a plugin that a lane needs. Raises UsageError if -p blocks it."""
+    if config.pluginmanager.register(plugin, name) is None:
+        raise pytest.UsageError(f"-p no:{name}: a lane run needs this plugin: leave the option out")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Return the workers of `-n auto`, the default. At least one, so that a crash or hang costs one test, not the run.
+
+    On a GPU, as many as the machine has cores for, since nearly all of the lane's time is compiling; at most
+    MOST_GPU_WORKERS for each GPU of CUDA_VISIBLE_DEVICES. On a CPU, one for each core that has memory for it, or the
+    value of PYTEST_XDIST_AUTO_NUM_WORKERS. None, which selects xdist's own number, outside a lane.
+    """
+    found = [lanes_of(config)[name] for name in named_lanes(config)]
+    devices = [lane.device for lane in found]
+    if devices == ["cuda"]:
+        keep_to_cores()
+        groups = len(visible(found[0].count)) or 1
+        return max(1, min(MOST_GPU_WORKERS * groups, (cores() or 1) - SPARE_CORES))
+    if devices == ["cpu"]:
+        return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else cpu_workers()
+    return 1 if devices else None
+
+
+def cache_fault() -> str | None:
+    """Return why a compile cache's folder cannot be used, in one line, or None. A missing folder is created.
+
+    Checked by writing a file: mode bits do not apply to root.
+    """
+    faults = map(_folder_fault, ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"))
+    return next((fault for fault in faults if fault), None)
+
+
+def _folder_fault(variable: str) -> str | None:
+    name = os.environ.get(variable)
+    if not name:
+        return None
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=name) as probe:
+            probe.write(b"0")
+    except OSError as error:
+        return f"{variable}={name}: {error.strerror}; unset it or name a writable directory"
+    return None
