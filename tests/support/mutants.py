@@ -115,8 +115,8 @@ MUTANTS = (
                 "    products = (outputs.bfloat16() * weights.bfloat16().reshape(-1, 1)).to(acc).where(",
             ),
         ),
-        "suites/numerics/test_moe_combine.py::test_error_before_the_cast[cancelling-cpu]",
-        "numerics/moe_combine-cancelling/error_before_cast",
+        "suites/kernels/test_moe_combine.py::test_error_before_the_cast_is_that_of_fp32[cancelling-cpu]",
+        "kernels/moe_combine-cpu-cancelling/error_before_cast",
         ("C33", "kernels/moe_combine"),
     ),
     Mutant(
