@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from bumpgate.core.rows import ROW_ID, Verdict, write_record
+from bumpgate.core.rows import ROW_ID
 from bumpgate.plugin.benchmark import row_id
 from tests.support.foreign import EXAMPLES, LANE, Foreign
-from tests.support.reports import HERE, bumpgate, held, judged, row
 
 # A lane test with the fixture `benchmark` has the machine to itself.
 ALONE = """
@@ -81,48 +77,3 @@ def test_benchmark_outside_a_lane_writes_no_record(foreign: Foreign) -> None:
 )
 def test_benchmark_id_is_a_valid_row_id(node: str) -> None:
     assert re.fullmatch(ROW_ID, row_id(node))
-
-
-def test_report_writes_pytest_benchmark_format(tmp_path: Path, monkeypatch, capsys) -> None:
-    path, out = tmp_path / "record.json", tmp_path / "benchmark.json"
-    timed = row("throughput/a/step_ms", 5.0, unit="ms", better="lower", interval=(4.0, 6.0))
-    write_record(path, HERE, [judged(Verdict.PASS, timed), judged(Verdict.PASS, row())])
-    assert bumpgate(monkeypatch, "report", str(path), "--benchmark", str(out)) == 0
-    assert capsys.readouterr().out == f"wrote {out}\n"
-    written = json.loads(out.read_text())
-    (found,) = written["benchmarks"]
-    assert (found["name"], found["group"]) == ("throughput/a/step_ms", "throughput/a")
-    stats = found["stats"]
-    assert [stats[key] for key in ("min", "median", "max", "rounds")] == [0.004, 0.005, 0.006, 1]
-    assert (written["commit_info"]["id"], written["machine_info"]["torch"]) == ("f" * 40, "2.13.0+cpu")
-
-
-def test_pytest_benchmark_compares_two_reports(tmp_path: Path, monkeypatch, capsys) -> None:
-    for name, value in (("good", 5.0), ("bad", 6.0)):
-        timed = row("throughput/a/step_ms", value, unit="ms", better="lower", interval=(4.0, 8.0))
-        write_record(tmp_path / f"{name}.json", HERE, [judged(Verdict.PASS, timed)])
-        out = str(tmp_path / f"{name}.benchmark.json")
-        assert bumpgate(monkeypatch, "report", str(tmp_path / f"{name}.json"), "--benchmark", out) == 0
-    compare = "from pytest_benchmark.cli import main; main()"
-    files = [str(tmp_path / f"{name}.benchmark.json") for name in ("good", "bad")]
-    columns = ["--columns=min,median,max", "--name=long", f"--csv={tmp_path / 'compared'}"]
-    done = subprocess.run(
-        [sys.executable, "-c", compare, "compare", *files, *columns],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "throughput/a" in done.stdout
-    with (tmp_path / "compared.csv").open() as table:
-        medians = {line["median"] for line in csv.DictReader(table)}
-    assert medians == {"0.005", "0.006"}
-
-
-def test_benchmark_report_refuses_gate_and_untimed_record(tmp_path: Path, monkeypatch, capsys) -> None:
-    path, out = tmp_path / "record.json", str(tmp_path / "benchmark.json")
-    write_record(path, HERE, [judged(Verdict.PASS, row())])
-    assert bumpgate(monkeypatch, "report", str(path), "--benchmark", out) == 4
-    assert "the record has no row in s, ms, us, ns" in capsys.readouterr().err
-    assert bumpgate(monkeypatch, "report", str(held(tmp_path)), "--benchmark", out) == 4
-    assert "a gate has two records: pass adopted.json or candidate.json" in capsys.readouterr().err
