@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate import plugin
+from bumpgate.plugin import run as plugin
 from bumpgate.core.rows import read_record
 from bumpgate.process import host
 from bumpgate.process.runner import run_lane
