@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.plugin import run as plugin
 from bumpgate.core.rows import read_record
+from bumpgate.plugin import run as plugin
 from bumpgate.process import host
 from bumpgate.process.runner import run_lane
 from tests.support.project import GOOD, Project, counted
