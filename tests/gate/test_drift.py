@@ -8,17 +8,28 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import time
+from dataclasses import replace
 from datetime import date, timedelta
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate.core.findings import DriftReading
-from bumpgate.gate import drift
-from bumpgate.gate.drift import anchor, find_drift
+from bumpgate.core import gate_file
+from bumpgate.core.accepted import Acceptance
+from bumpgate.core.findings import Decision, DriftReading, TimedOutcome
+from bumpgate.gate import drift, pairing, state
+from bumpgate.gate.drift import Drift, anchor, covers, find_drift, find_drifts, successive_drifts
+from bumpgate.gate.options import GateConfig
 from bumpgate.gate.sequential import estimate
+from bumpgate.gate.state import Gate
+from bumpgate.process.runner import LaneRun
+from bumpgate.review import accept
+from suites.support.planted import planted
+from tests.support.gating import TODAY, Behaviour, Machine, labels
 from tests.support.simulation import NOISES, ROWS, rate_text, row_noise, wilson
 
 FIXED = settings(derandomize=True, max_examples=60, deadline=None)
@@ -156,3 +167,197 @@ def test_non_finite_reading_is_refused(candidate: float) -> None:
 def test_readings_out_of_order_are_refused() -> None:
     with pytest.raises(ValueError, match="in order of day"):
         find_drift([DriftReading(week(2), 0.0), DriftReading(week(1), 0.0)])
+
+
+# Drift over several gates, the month-old build that it is measured against, and accepted slowdowns.
+
+
+WITH_ANCHOR = GateConfig("cpu", candidate="torch", anchor="torch==2.12.0")
+
+
+def weekly(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weeks: int) -> list[Gate]:
+    """One gate per week, each 1 % slower than the last; the anchor is the build of four weeks before."""
+    row = "throughput/b/seconds"
+    history: list[DriftReading] = []
+    gates = []
+    for week in range(1, weeks + 1):
+        machine.recent = {row: tuple(history)}
+        machine.sides["candidate"].slower = {row: 1.01**week}
+        machine.sides["adopted"].slower = {row: 1.01 ** (week - 1)}
+        machine.sides["anchor"].slower = {row: 1.01 ** max(0, week - 4)}
+        day = TODAY + timedelta(weeks=week)
+        monkeypatch.setattr("tests.support.gating.TODAY", day)
+        machine.seed = week
+        gate = machine.gate(tmp_path / f"week{week}", GateConfig("cpu", candidate="torch", anchor="torch==0"))
+        gates.append(gate)
+        found = gate_file.read(tmp_path / f"week{week}" / state.NAME)
+        assert isinstance(found, gate_file.GateFile)
+        history.append(DriftReading(day, found.readings[row]))
+    return gates
+
+
+def test_gates_report_1_percent_weekly_drift_by_week_6(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = weekly(machine, tmp_path, monkeypatch, 6)
+    last = labels(gates[-1])
+    assert ("HOLD", "CREEP") in last, [labels(g) for g in gates]
+    assert not any("CREEP" in found for _, found in labels(gates[1])), "two weeks are no drift yet"
+
+
+def test_drift_from_history_holds_until_accepted(
+    machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bumpgate accept` takes its ratio from the gate, whose paired sessions read SAME."""
+    row = "throughput/b/seconds"
+    weeks = [TODAY - timedelta(weeks=n) for n in (4, 3, 2, 1)]
+    machine.recent = {row: tuple(DriftReading(day, x) for day, x in zip(weeks, (0.03, 0.04, 0.04, 0.04)))}
+    assert labels(machine.gate(out)) == [("HOLD", "CREEP")]
+    monkeypatch.chdir(machine.root)
+    monkeypatch.setattr(accept, "today", lambda: TODAY)
+    last = str(TODAY + timedelta(days=9))
+    who = {"owner": "ann", "reason": "known", "expires": last}
+    accept.command(row, "cpu", **who, record=out / state.NAME, other_tree=True)
+    accepted = machine.gate(out.with_name("accepted"))
+    assert (accepted.decision, len(accepted.accepted)) == (Decision.ADOPT, 1)
+
+
+def test_later_drift_of_an_accepted_row_holds(machine: Machine, out: Path) -> None:
+    row, changes = "throughput/b/seconds", (0.03, 0.04, 0.04, 0.04, 0.0, 0.0, 0.05, 0.07, 0.09, 0.1)
+    write_acceptance(machine.root, row, 1.05, TODAY + timedelta(days=9))
+    machine.recent = {row: tuple(weeks(*changes))}
+    gate = machine.gate(out)
+    assert (labels(gate), len(gate.accepted)) == ([("HOLD", "CREEP")], 1)
+    assert gate.drifts[row].ratio > 1.07
+
+
+def write_acceptance(root: Path, row: str, ratio: float, expires: date) -> None:
+    (root / "baselines").mkdir()
+    (root / "baselines/accepted.toml").write_text(
+        f'[[accepted]]\nlane = "cpu"\nrow = "{row}"\nratio = {ratio}\nowner = "ann"\n'
+        f'reason = "known"\nsince = {expires - timedelta(days=30)}\nexpires = {expires}\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "days", "decision"),
+    [(1.06, 1, Decision.ADOPT), (1.06, -1, Decision.HOLD), (1.01, 1, Decision.HOLD)],
+    ids=["accepted", "expired", "slower than that"],
+)
+def test_accepted_slowdown_is_adopted_until_it_expires(
+    machine: Machine, out: Path, ratio: float, days: int, decision: Decision
+) -> None:
+    row = "throughput/b/seconds"
+    machine.sides["candidate"].slower = {row: 1.06}
+    write_acceptance(machine.root, row, ratio, TODAY + timedelta(days=days))
+    gate = machine.gate(out)
+    assert (gate.decision, gate.timed[row].outcome) == (decision, TimedOutcome.SLOWER)
+    assert len(gate.accepted) == (ratio > 1.01)
+
+
+def test_anchor_that_cannot_be_paired_is_unknown(machine: Machine, out: Path) -> None:
+    machine.sides["anchor"].failure = "import torch: exit 1"
+    assert labels(machine.gate(out, WITH_ANCHOR)) == [("UNKNOWN", "INFRA")]
+
+
+def test_row_without_readings_of_the_anchor_is_unknown(machine: Machine, out: Path) -> None:
+    machine.sides["anchor"].signal, machine.sides["anchor"].dies_from = 11, 3
+    gate = machine.gate(out, WITH_ANCHOR)
+    (finding,) = gate.findings
+    assert (finding.decision, finding.label) == (Decision.UNKNOWN, "INFRA")
+    assert finding.head == "anchor: died of SIGSEGV"
+    assert finding.candidate == ("throughput/b/seconds: 3 of 12 sessions with the anchor",)
+    assert " /envs/anchor -m pytest " in finding.repro
+    assert machine.gate(out, WITH_ANCHOR).findings == gate.findings, "judged again from gate.json"
+
+
+def test_anchor_without_a_fault_shows_why_times_were_lost(machine: Machine, out: Path) -> None:
+    machine.sides["anchor"].spoiled = 99
+    (finding,) = machine.gate(out, WITH_ANCHOR).findings
+    assert (finding.decision, finding.head) == (
+        Decision.UNKNOWN,
+        "anchor: throughput/b/seconds: not quiet",
+    )
+
+
+def test_budget_that_ends_sessions_of_the_anchor_is_shown(
+    machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds nothing, and --resume continues."""
+
+    def fitting(tests: list[str], *_: object) -> list[str]:
+        drifted = machine.bench and machine.bench.gate.drifted
+        return [] if drifted and drifted.started == 3 else tests
+
+    monkeypatch.setattr(pairing, "fitting", fitting)
+    gate = machine.gate(out, WITH_ANCHOR, deadline=time.monotonic() + 1e6)
+    (finding,) = gate.findings
+    assert (gate.decision, finding.label) == (Decision.ADOPT, "NOT RUN")
+    assert finding.head == "no drift is measured: the budget is spent"
+    assert gate.undecided
+    assert machine.gate(out, WITH_ANCHOR).findings == ()
+
+
+def test_anchor_with_missing_sessions_gives_no_reading() -> None:
+    few = [0.5] * (drift.SESSIONS - 1)
+    before = {"a/b/s": [DriftReading(TODAY - timedelta(days=7), 0.04)]}
+    assert find_drifts(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": few}, TODAY) == {}
+    found = find_drifts(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": [*few, 0.5]}, TODAY)
+    assert [drift.called for drift in found["a/b/s"]] == [TODAY]
+
+
+def weeks(*log_ratios: float) -> list[DriftReading]:
+    """Return a reading a week, the last one a week before TODAY."""
+    days = range(-len(log_ratios), 0)
+    return [DriftReading(TODAY + timedelta(weeks=n), x) for n, x in zip(days, log_ratios)]
+
+
+def acceptance(ratio: float, since: date) -> Acceptance:
+    return Acceptance("cpu", "a/b/s", None, "ann", "known", since, since + timedelta(days=365), ratio)
+
+
+def ratios(readings: list[DriftReading], *entries: Acceptance) -> list[float]:
+    """Return the largest change of each drift, in percent."""
+    return [round(100 * math.log(d.ratio), 1) for d in successive_drifts(readings, entries)]
+
+
+WEEKLY_STEP = (0.0, 0.04, 0.045, 0.04, 0.04)
+
+
+def test_accepted_drift_does_not_hide_a_later_one() -> None:
+    """Its own readings of the next month are no second drift; a change on top of it, or one of equal size later, is."""
+    entry = acceptance(math.exp(0.045), TODAY - timedelta(weeks=9))
+    after = weeks(*WEEKLY_STEP, *[0.0] * 7)
+    assert ratios(after) == ratios(after, entry) == [4.5]
+    assert ratios(weeks(*WEEKLY_STEP[:-1], 0.1, 0.1, 0.1, *[0.0] * 5), entry) == [4.5, 10]
+    assert ratios(weeks(*WEEKLY_STEP, 0.0, 0.0, 0.0, 0.04, 0.04, 0.04, 0.04), entry) == [4.5, 4]
+
+
+def test_drift_that_goes_on_is_reported_again() -> None:
+    """1 % a week reads 4 % all the time."""
+    entry = acceptance(1.04, TODAY - timedelta(weeks=10))
+    assert ratios(weeks(*[0.04] * 6), entry) == [4]
+    found = successive_drifts(weeks(*[0.04] * 12), [entry])
+    assert [(TODAY - drift.called).days // 7 for drift in found] == [11, 4]
+
+
+def test_accepted_drift_may_be_measured_again_with_noise() -> None:
+    entry = acceptance(1.04, TODAY)
+    assert ratios(weeks(0.04, 0.048, 0.04), entry) == [4.8]
+    assert not covers(entry, Drift(TODAY, TODAY, 1.052))
+
+
+@planted("C39", "a candidate whose processes crash in the sessions with the anchor")
+def test_crash_in_the_sessions_with_the_anchor_holds(machine: Machine, tmp_path: Path) -> None:
+    """The other sessions are complete, so that only the crashes hold the candidate."""
+    original, dead = machine._timed, []
+
+    def timed(name: str, side: Behaviour, record: Path) -> LaneRun:
+        if name == "candidate" and machine.bench.gate.drifted is not None and len(dead) < 5:
+            dead.append(name)
+            return original(name, replace(side, signal=11), record)
+        return original(name, side, record)
+
+    machine._timed = timed  # type: ignore[method-assign]
+    found = machine.gate(tmp_path / "gate", WITH_ANCHOR)
+    assert (found.decision, labels(found)) == (Decision.HOLD, [("HOLD", "PROBLEM")])

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bumpgate.core.findings import Decision, Finding, TimedOutcome
 from bumpgate.core.rows import Judgement, Record, Row, RowError, Value, Verdict, read_record
+from bumpgate.gate import measure
 from bumpgate.gate.compare_rows import ValueChange, change
 from bumpgate.gate.remeasure import outside_on_one_side
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.timed import cost, timed_rows
-from bumpgate.gate.verdict import Side, judge_gate
+from bumpgate.gate.verdict import SLOW_IN_BOTH, GateVerdict, Side, judge_gate
+from tests.support.gating import TIME_TEST, Machine, count, gone, labels, seconds
 from tests.support.tree import ROOT
 
 HOLD, UNKNOWN, ADOPT = Decision.HOLD, Decision.UNKNOWN, Decision.ADOPT
@@ -271,3 +275,152 @@ def test_losses_that_grow_are_worse_and_not_read_again(value: float) -> None:
 def test_ratio_of_counts_is_compared_exactly() -> None:
     share = row("operators_regional_over_whole", 0.01, "ratio", better="derived", at_most=0.1)
     assert findings(judged(share), judged(replace(share, value=0.015))) == [(HOLD, "WORSE")]
+
+
+# A time that misses its limit on both sides of a gate: the machine is slow, unless the candidate is slower.
+
+
+ROW = "kernels/scan/first_call_seconds"
+
+
+def late(value: float, verdict: Verdict = Verdict.REGRESSION, **fields: Any) -> Judgement:
+    made = {"better": "lower", "tolerance": 0.2, "test": "suites/a.py::test_a"} | fields
+    return Judgement(Row(ROW, value, "s", 3, "C37", **made), verdict, "", tolerance=0.2)
+
+
+def gate_of_readings(
+    adopted: Judgement, candidate: Judgement, timed: dict[str, Timed] | None = None
+) -> GateVerdict:
+    sides = [Side(f"torch {i}", Record({"lane": "cpu"}, (j,))) for i, j in enumerate((adopted, candidate))]
+    return judge_gate("cpu", *sides, timed)
+
+
+def late_labels(result: GateVerdict) -> list[tuple[Decision, str]]:
+    return [(f.decision, f.label) for f in result.findings]
+
+
+BOUNDED = {"better": "derived", "tolerance": 0.0, "at_most": 20.0}
+
+
+@pytest.mark.parametrize("fields", [{}, BOUNDED], ids=["reviewed", "bound of the test"])
+@pytest.mark.parametrize("candidate", [22.6, 23.8, 26.5])
+def test_slow_machine_does_not_stop_a_bump(candidate: float, fields: dict[str, Any]) -> None:
+    """The readings of an H200 whose host was busy, limit 20 s."""
+    found = gate_of_readings(late(23.8, **fields), late(candidate, **fields))
+    assert late_labels(found) == [(Decision.ADOPT, SLOW_IN_BOTH)]
+    assert "23.8 s" in found.findings[0].adopted[0]
+
+
+@pytest.mark.parametrize("candidate", [40.0, float("inf"), float("nan")])
+def test_much_slower_candidate_is_not_excused(candidate: float) -> None:
+    assert gate_of_readings(late(23.8, **BOUNDED), late(candidate, **BOUNDED)).decision is not Decision.ADOPT
+
+
+@pytest.mark.parametrize(("candidate", "decision"), [(150.0, Decision.ADOPT), (142.0, Decision.UNKNOWN)])
+def test_rate_is_compared_in_its_own_direction(candidate: float, decision: Decision) -> None:
+    rates = [
+        Judgement(replace(j.row, unit="tokens/s", better="higher"), Verdict.REGRESSION, "", tolerance=0.2)
+        for j in (late(150.0), late(candidate))
+    ]
+    assert gate_of_readings(*rates).decision is decision
+
+
+@pytest.mark.parametrize("metric", ["loss_growth", "warm_over_cold"])
+def test_ratio_is_not_excused_by_a_slow_machine(metric: str) -> None:
+    """A loss that explodes on both sides, a cache that neither side reads."""
+    row = Row(f"throughput/a/{metric}", 334.0, "ratio", 3, "C33", better="derived", at_most=1.5)
+    both = Judgement(row, Verdict.REGRESSION, "")
+    assert late_labels(gate_of_readings(both, both)) == [(Decision.UNKNOWN, "RED IN BOTH")]
+
+
+def test_count_that_is_red_in_both_stays_unknown() -> None:
+    fields = {"better": "derived", "tolerance": 0.0, "at_most": 3}
+    counts = [
+        Judgement(Row("compile/a/breaks", 4, "breaks", 3, "C6", **fields), Verdict.REGRESSION, "")
+        for _ in range(2)
+    ]
+    assert late_labels(gate_of_readings(*counts)) == [(Decision.UNKNOWN, "RED IN BOTH")]
+
+
+def test_right_adopted_side_still_holds() -> None:
+    found = gate_of_readings(late(19.0, Verdict.PASS, **BOUNDED), late(21.0, **BOUNDED))
+    assert late_labels(found) == [(Decision.HOLD, "REGRESSION")]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "decision"), [(TimedOutcome.SAME, Decision.ADOPT), (TimedOutcome.SLOWER, Decision.HOLD)]
+)
+def test_sessions_decide_a_paired_time(outcome: TimedOutcome, decision: Decision) -> None:
+    fields = BOUNDED | {"paired": True, "better": "lower"}
+    timed = {ROW: Timed(outcome, 1.0, (0.99, 1.01), 16, 1.0, 1.0)}
+    assert gate_of_readings(late(23.8, **fields), late(60.0, **fields), timed).decision is decision
+
+
+# Tests that the machine disturbed: they are run again, then left to the sessions, and are never evidence of a loss.
+
+
+UNREVIEWED = pytest.mark.parametrize("unreviewed", [False, True])
+
+
+@UNREVIEWED
+def test_disturbed_test_is_run_once_more(machine: Machine, out: Path, unreviewed: bool) -> None:
+    machine.sides["candidate"].spoiled, machine.sides["candidate"].unreviewed = 1, unreviewed
+    gate = machine.gate(out)
+    assert gate.decision is Decision.ADOPT, gate.findings
+    assert f"{TIME_TEST}:candidate" in machine.processes
+    ids = [j.row.id for j in read_record(out / "candidate.json").judgements]
+    assert ids == ["compile/a/graph_breaks", "throughput/b/seconds"]
+
+
+@UNREVIEWED
+@pytest.mark.parametrize("sides", [("adopted",), ("candidate",), ("adopted", "candidate")])
+def test_twice_disturbed_test_is_judged_by_the_sessions(
+    machine: Machine, out: Path, sides: tuple[str, ...], unreviewed: bool
+) -> None:
+    for side in sides:
+        machine.sides[side].spoiled, machine.sides[side].unreviewed = 2, unreviewed
+    gate = machine.gate(out)
+    if unreviewed and len(sides) == 2:  # no side knows the rows of this test
+        assert labels(gate) == [("UNKNOWN", "INFRA")]
+        return
+    assert (gate.decision, list(gate.timed)) == (Decision.ADOPT, ["throughput/b/seconds"]), gate.findings
+
+
+@pytest.mark.parametrize("unit", ["breaks", "bytes"])
+def test_twice_disturbed_count_is_not_paired(machine: Machine, out: Path, unit: str) -> None:
+    """Sessions would allow it to be 3 % worse. Its test is disturbed on both sides, so nothing is known of it."""
+    row = Row("throughput/b/peak", None, unit, 0, "", better="lower", test=TIME_TEST)
+    lost = Judgement(row, Verdict.INFRA, "not quiet")
+    for side in (machine.sides["adopted"], machine.sides["candidate"]):
+        side.counts, side.second = [count(), lost], [lost, gone(Verdict.INFRA, "not quiet", TIME_TEST)]
+        side.spoiled = 1
+    gate = machine.gate(out)
+    assert list(gate.timed) == ["throughput/b/seconds"]
+    assert (gate.decision, labels(gate)) == (Decision.UNKNOWN, [("UNKNOWN", "INFRA")])
+
+
+def test_violated_bound_counts_next_to_a_disturbed_side() -> None:
+    """The sessions compare the two sides, and not a side with the bound that its test derives."""
+    slow = Judgement(replace(seconds(2.0).row, at_most=1.5), Verdict.REGRESSION, "expected at most 1.5")
+    lost = gone(Verdict.INFRA, "not quiet", TIME_TEST)
+    adopted, candidate = (
+        Side(name, Record({"lane": "cpu"}, (j,))) for name, j in (("adopted", lost), ("candidate", slow))
+    )
+    same = {slow.row.id: Timed(TimedOutcome.SAME, 1.0, (0.99, 1.01), 12, 0.001, 0.001)}
+    assert judge_gate("cpu", adopted, candidate, same).decision is Decision.UNKNOWN
+
+
+@UNREVIEWED
+def test_disturbed_session_is_replaced_by_another(machine: Machine, out: Path, unreviewed: bool) -> None:
+    made = machine.prepare(out)
+    made.enter()
+    for name in ("adopted", "candidate"):
+        made.gate = measure.measure(made.bench, made.gate.changed(name, canaries={}), [name])
+    machine.sides["adopted"].spoiled, machine.sides["adopted"].unreviewed = 1, unreviewed
+    made.run()
+    sessions = made.gate.paired
+    assert sessions
+    assert sessions.started == len(sessions.log_ratios["throughput/b/seconds"]) + 1
+    reason = "not quiet" if unreviewed else "throughput/b/seconds: not quiet"
+    assert f"last lost: adopted: {reason}" in (out / "output.txt").read_text()
+    assert made.gate.decision is Decision.ADOPT

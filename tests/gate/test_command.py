@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from bumpgate.core.rows import Row, RowError
-from bumpgate.gate import metrics
+from bumpgate.core import gate_file
+from bumpgate.core.baseline import Baseline, Reviewed, save
+from bumpgate.core.findings import Decision, Finding
+from bumpgate.core.rows import Record, Row, RowError
+from bumpgate.gate import metrics, state
+from bumpgate.gate.command import _show, other_variant
+from bumpgate.gate.view import View, findings_text
 from bumpgate.plugin.metrics import FORMAT, report
+from bumpgate.process.runner import options_of
 from bumpgate.process.tree_digest import bind
-from tests.support.foreign import LANE, Foreign
+from tests.support.foreign import ANY_ROUND_IS_QUIET, LANE, Foreign
+from tests.support.gating import Machine
 from tests.support.git_repository import GitRepository
 from tests.support.project import Result, wrapped_python
 
@@ -180,3 +191,173 @@ def test_command_with_a_selection_is_refused(foreign: Foreign) -> None:
     ended = gate(foreign, "", "--", "tests")
     assert (ended.code, ended.out) == (4, "")
     assert ended.err == "bumpgate: --command and a pytest selection: use one, not both\n"
+
+
+# Options of a gate's selection: every later run of its tests has them, since they may choose what is measured.
+
+
+pytestmark = pytest.mark.long(30)
+
+CONFTEST = (
+    ANY_ROUND_IS_QUIET
+    + """
+def pytest_addoption(parser):
+    parser.addoption("--mode", default="bf16")
+"""
+)
+# The candidate is slow in one mode. Each run writes its side and mode.
+TEST = """
+import os, pytest
+
+@pytest.mark.mine
+def test_step(row, request):
+    mode, side = request.config.getoption("--mode"), os.environ["SIDE"]
+    with open("modes.log", "a") as log:
+        print(side, mode, file=log)
+    row("speed/step/seconds", 1.5 if side == "candidate" and mode == "fp8" else 1.0, unit="s", witness=1, {kind})
+"""
+SIDES = ("--python-adopted", ".adopted/python", "--python-candidate", ".candidate/python")
+GATE = ("gate", "--lane", "mine", *SIDES, "--sessions", "8")
+FP8 = ("--", "--mode", "fp8", "tests")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Foreign:
+    """A project whose candidate is 1.5 times as slow with --mode fp8."""
+    made = Foreign(tmp_path)
+    for side in ("adopted", "candidate"):
+        python = f".{side}/python"
+        made.write(python, wrapped_python(SIDE=side))
+        (tmp_path / python).chmod(0o755)
+    made.env["BUMPGATE_HOME"] = str(tmp_path / ".home")
+    made.write("bumpgate.toml", LANE)
+    made.write("torch.py", "")
+    made.write("conftest.py", CONFTEST)
+    made.write("tests/test_step.py", TEST.format(kind='better="lower", paired=True'))
+    return made
+
+
+def test_sessions_run_with_the_options_of_the_selection(project: Foreign) -> None:
+    done = project.bumpgate(*GATE, *FP8)
+    assert (done.code, "SLOWER" in done.out) == (1, True), done.out + done.err
+    modes = (project.root / "modes.log").read_text().split()[1::2]
+    assert len(modes) > 2
+    assert set(modes) == {"fp8"}
+
+
+def test_second_reading_runs_with_the_options(project: Foreign) -> None:
+    """A time outside of a bound on one side is read again: in another mode it would pass."""
+    project.write("tests/test_step.py", TEST.format(kind="at_most=1.2"))
+    reviewed = Reviewed(1.0, "s", "derived", test="tests/test_step.py::test_step")
+    (project.root / "baselines").mkdir()
+    save(project.root / "baselines/mine.json", Baseline("mine", {}, {"speed/step/seconds": reviewed}))
+    done = project.bumpgate(*GATE, *FP8)
+    assert (done.code, "REGRESSION" in done.out) == (1, True), done.out + done.err
+    assert "still outside: speed/step/seconds" in done.err
+
+
+def test_resumed_gate_needs_both_environments(project: Foreign) -> None:
+    """If one does not start any more, the gate ends with one line and keeps what it measured."""
+    first = project.bumpgate(*GATE, "--budget", "0", *FP8)
+    assert first.code == 125, first.out + first.err
+    python = project.root / ".candidate/python"
+    python.write_text("#!/bin/sh\necho libcudart.so.13: cannot open >&2; exit 1\n")
+    again = project.bumpgate(*GATE, "--resume", *FP8)
+    assert (again.code, again.out) == (4, ""), again.out + again.err
+    assert "the candidate environment does not start any more (" in again.err
+    assert "Traceback" not in again.err
+
+
+OPTIONS = {
+    "no path": (["--mode=fp8"], [], ["--mode=fp8"]),
+    "path": (["--mode", "fp8", "tests/a.py::test_b"], ["tests/a.py::test_b"], ["--mode", "fp8"]),
+    "value like a path, first": (["-k", "tests", "tests"], ["tests"], ["-k", "tests"]),
+    "value like a path, last": (["tests", "-k", "tests"], ["tests"], ["-k", "tests"]),
+    "flag": (["-x", "tests"], ["tests"], ["-x"]),
+    "end of options": (["-x", "--", "tests"], ["tests"], ["-x"]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_the_selection_without_its_paths(name: str) -> None:
+    selection, paths, options = OPTIONS[name]
+    assert options_of(selection, Record({"paths": paths}, ())) == options
+
+
+# Notes below the findings of a gate: different variants of torch, and what its lane runs noted.
+
+
+@pytest.mark.parametrize(
+    ("adopted", "candidate", "noted"),
+    [
+        ("2.13.0+cpu", "2.14.1+cu130", True),
+        ("2.13.0+cpu", "2.14.1+cpu", False),
+        ("2.13.0+cpu", "2.14.1", False),
+        ("2.14.0a0+git21fec65", "2.14.0a0+git8d1e2f0", False),
+        ("2.13.0+cu130.with.a", "2.14.1+cu130", False),
+    ],
+)
+def test_different_variants_of_torch_are_noted(
+    adopted: str, candidate: str, noted: bool, machine: Machine, out: Path
+) -> None:
+    machine.sides["adopted"].torch, machine.sides["candidate"].torch = adopted, candidate
+    machine.gate(out)
+    found = gate_file.read(out / state.NAME)
+    assert isinstance(found, gate_file.GateFile)
+    note = other_variant(found)
+    assert bool(note) == noted
+    if noted:
+        assert note.startswith(f"note: {adopted} and {candidate} are different variants: ")
+        assert note.endswith('--index URL, --candidate "torch==X+cpu"')
+
+
+def test_margin_that_matches_no_row_is_shown_by_the_gate(
+    machine: Machine, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.gate(out)
+    path = out / "adopted.json"
+    raw = json.loads(path.read_text())
+    raw["provenance"]["margins"] = ["no row of this run matches 'a/*'"]
+    path.write_text(json.dumps(raw))
+    found = gate_file.read(out / state.NAME)
+    assert isinstance(found, gate_file.GateFile)
+    _show(found, out, again=False)
+    assert "margin: no row of this run matches 'a/*'\n" in capsys.readouterr().out
+
+
+# The findings that `bumpgate gate` prints.
+
+
+FINDING = Finding(
+    Decision.HOLD, "CHANGED", "graph_breaks", "GB0007", tuple(f"compile/{i}/graph_breaks" for i in range(9)),
+    ("compile/0/graph_breaks: 13 breaks",), ("compile/0/graph_breaks: 14 breaks", "GB0007 at model.py:3"),
+    "pytest -m cpu -n 0 t.py",
+)  # fmt: skip
+
+
+def test_narrow_terminal_folds_all_columns_but_the_decision() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=30, no_color=True)
+    findings_text([replace(FINDING, adopted=("x" * 60,), candidate=("y" * 60,))], console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "HOLD" in text
+    assert (text.count("x"), text.count("y")) == (60, 60 + FINDING.repro.count("y"))
+
+
+@pytest.mark.parametrize("width", [None, 160])
+def test_finding_text_shows_both_sides_and_the_repro(width: int | None) -> None:
+    """Width None is a log: lines are not wrapped, so that it can be searched."""
+    console = Console(file=io.StringIO(), force_terminal=width is not None, width=width or 40, no_color=True)
+    findings_text([FINDING], console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    squeezed = "".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
+    for part in ("HOLD", "... and 3 more in gate.json", FINDING.repro, "GB0007"):
+        assert "".join(part.split()) in squeezed
+    if width is None:
+        assert f"candidate: {FINDING.candidate[1]}\n" in text
+        assert f"-> {FINDING.repro}\n" in text
+
+
+def test_finished_step_is_one_line_of_a_log() -> None:
+    console = Console(file=io.StringIO(), width=20)
+    View(console).say("[bold] " + "step " * 10)
+    assert console.file.getvalue() == "[bold] " + "step " * 10 + "\n"  # type: ignore[attr-defined]

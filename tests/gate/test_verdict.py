@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate.core.findings import Decision, Finding, TimedOutcome, group
-from bumpgate.core.rows import Judgement, Problem, Record, Row, Value, Verdict
+from bumpgate.core import accepted, kernel_code
+from bumpgate.core.baseline import Baseline, Reviewed, judge
+from bumpgate.core.findings import PEER, Decision, Finding, TimedOutcome, group
+from bumpgate.core.rows import Judgement, Problem, Record, Row, RowError, Value, Verdict
 from bumpgate.gate import verdict
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.sequential import Timed
+from bumpgate.gate.timed import timed_rows
 from bumpgate.gate.verdict import GateVerdict, Side, judge_gate
+from suites.support.planted import planted
 
 FIXED = settings(derandomize=True, max_examples=60, deadline=None)
 HOLD, UNKNOWN, ADOPT = Decision.HOLD, Decision.UNKNOWN, Decision.ADOPT
@@ -83,6 +88,15 @@ TABLE: dict[Verdict | None, str] = {
     F: "U U U U U U U U U U",
     X: "U U U U U U U U U U",
 }
+
+
+def test_table_of_the_product_has_every_pair_of_readings() -> None:
+    """Prints the table: rows are the adopted side, columns the candidate."""
+    assert set(verdict.TABLE) == set(itertools.product(verdict.Reading, repeat=2))
+    print(f"{'':<13}", *(f"{candidate.name[:4]:>4}" for candidate in verdict.Reading))
+    for adopted in verdict.Reading:
+        cells = (verdict.TABLE[adopted, candidate].value for candidate in verdict.Reading)
+        print(f"{adopted.name:<13}", *(f"{cell:>4}" for cell in cells))
 
 
 def test_verdict_table_is_complete() -> None:
@@ -427,3 +441,203 @@ def test_grouping_keeps_every_row_and_decision(loose: list[Finding]) -> None:
     assert order == sorted(order)
     for a, b in itertools.combinations(grouped, 2):
         assert (a.decision, a.label, a.metric, a.head) != (b.decision, b.label, b.metric, b.head)
+
+
+# What excuses a row of the candidate, another build or an acceptance, does not excuse a value that is worse.
+
+
+COUNT_TEST = "suites/compile/test_a.py::test_a[cpu]"
+KERNELS, CODE = "compile/nam52-regional/generated_kernels", "kernels/attention-codegen/code"
+OLD, NEW = {"torch": "2.13.0", "triton": None}, {"torch": "2.15.0", "triton": None}
+REVIEWED_CODE = kernel_code.text(registers=200, spills=0, wgmma=64, programs_per_sm=2)
+BASELINE = Baseline(
+    "cpu",
+    OLD,
+    {
+        KERNELS: Reviewed(100, "kernels", "exact", test=COUNT_TEST, per_build=True),
+        CODE: Reviewed(None, "counts", "code", test=COUNT_TEST, values={"3.7.1": REVIEWED_CODE}),
+    },
+)
+
+
+def record(*judgements: Judgement) -> Record:
+    return Record({"lane": "cpu"}, judgements)
+
+
+def first_finding(adopted: Judgement, candidate: Judgement) -> tuple[Decision, str]:
+    """Return decision and label of the first finding."""
+    found = judge_gate("cpu", Side("torch 2.13.0", record(adopted)), Side("torch 2.15.0", record(candidate)))
+    return found.decision, found.findings[0].label
+
+
+def accept(row: str, value: int | str) -> accepted.Acceptance:
+    return accepted.Acceptance("cpu", row, value, "ann", "why", date(2026, 11, 1), date(2027, 1, 1))
+
+
+def kernels(
+    value: int, build: dict[str, str | None], entries: Sequence[accepted.Acceptance] = ()
+) -> Judgement:
+    row = Row(KERNELS, value, "kernels", 1, "C6", per_build=True, test=COUNT_TEST)
+    found = judge(row, BASELINE, failed_instruments={}, build=build)
+    return accepted.apply(found, BASELINE, accepted.of_lane(entries, "cpu"), date(2026, 12, 1))
+
+
+@planted("C39", "a candidate that generates ten times the kernels of the adopted build")
+@pytest.mark.parametrize("value", [100, 101])
+def test_worse_value_of_another_build_holds(value: int) -> None:
+    """With 101 kernels for a reviewed 100, the adopted side is red. Its repair does not explain 1000."""
+    adopted, candidate = kernels(value, OLD), kernels(1000, NEW)
+    assert (adopted.red, candidate.red) == (value != 100, False)
+    assert first_finding(adopted, candidate) == (Decision.HOLD, "WORSE")
+
+
+def test_value_of_another_build_repairs_a_red_adopted_side() -> None:
+    assert first_finding(kernels(101, OLD), kernels(99, NEW)) == (Decision.ADOPT, "FIXED")
+
+
+def test_acceptance_of_the_adopted_value_excuses_no_worse_one() -> None:
+    entries = [accept(KERNELS, 120)]
+    adopted, candidate = kernels(120, OLD, entries), kernels(1000, NEW, entries)
+    assert (bool(adopted.accepted), bool(candidate.accepted)) == (True, False)
+    assert first_finding(adopted, candidate) == (Decision.HOLD, "WORSE")
+    entries = [accept(KERNELS, 1000)]
+    assert first_finding(kernels(100, OLD, entries), kernels(1000, NEW, entries))[0] is Decision.ADOPT
+
+
+def test_acceptance_of_adopted_code_excuses_no_spills() -> None:
+    accepts = kernel_code.text(registers=210, spills=8, wgmma=64, programs_per_sm=2)
+    worse = kernel_code.text(registers=255, spills=4000, wgmma=0, programs_per_sm=1)
+
+    def made(value: str, triton: str) -> Judgement:
+        row = Row(CODE, value, "counts", 1, "C6", better="code", test=COUNT_TEST)
+        found = judge(row, BASELINE, failed_instruments={}, build={"torch": "2.13.0", "triton": triton})
+        entries = accepted.of_lane([accept(CODE, accepts)], "cpu")
+        return accepted.apply(found, BASELINE, entries, date(2026, 12, 1))
+
+    assert first_finding(made(accepts, "3.7.1"), made(worse, "3.9.0")) == (Decision.HOLD, "WORSE")
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_time_with_an_interval_on_one_side_is_of_another_kind(swap: bool) -> None:
+    """The sessions need an interval on both sides, and the comparison of single readings one on neither."""
+
+    def made(value: float, interval: tuple[float, float] | None) -> Judgement:
+        row = Row(
+            "throughput/a/seconds",
+            value,
+            "s",
+            1,
+            "C37",
+            better="lower",
+            tolerance=10.0,
+            interval=interval,
+            test=COUNT_TEST,
+        )
+        return Judgement(row, Verdict.PASS, "", tolerance=10.0)
+
+    adopted, candidate = (made(1.0, None), made(9.0, (8.9, 9.1)))[:: -1 if swap else 1]
+    assert timed_rows(record(adopted), record(candidate)) == {}
+    assert first_finding(adopted, candidate) == (Decision.UNKNOWN, "OTHER KIND")
+
+
+# A ratio to another implementation that becomes faster does not hold a candidate; the own time does.
+
+
+OWN, RATIO = "kernels/scan/milliseconds", "kernels/scan/over_peer"
+SPEED_TEST = "suites/kernels/test_speed.py::test_speed[cpu]"
+
+
+def ratio(value: float, verdict: Verdict = Verdict.PASS, **fields: Any) -> Judgement:
+    made = {"better": "lower", "tolerance": 0.1, "test": SPEED_TEST, "own": OWN} | fields
+    return Judgement(Row(RATIO, value, "ratio", 3, "C37", **made), verdict, "", tolerance=0.1)
+
+
+def own(value: float = 2.0, verdict: Verdict = Verdict.PASS) -> Judgement:
+    row = Row(
+        OWN, value, "ms", 3, "C37", better="lower", tolerance=0.1, interval=(value, value), test=SPEED_TEST
+    )
+    return Judgement(row, verdict, "")
+
+
+def records(adopted: list[Judgement], candidate: list[Judgement]) -> tuple[Record, Record]:
+    return Record({"lane": "cpu"}, tuple(adopted)), Record({"lane": "cpu"}, tuple(candidate))
+
+
+def gate_of_ratios(adopted: list[Judgement], candidate: list[Judgement]) -> GateVerdict:
+    sides = (Side(name, record) for name, record in zip(("torch 1", "torch 2"), records(adopted, candidate)))
+    return judge_gate("cpu", *sides)
+
+
+def ratio_labels(result: GateVerdict) -> list[tuple[Decision, str, tuple[str, ...]]]:
+    return [(f.decision, f.label, f.rows) for f in result.findings]
+
+
+WORSE = pytest.mark.parametrize(
+    "worse", [ratio(1.5, Verdict.REGRESSION), ratio(1.2)], ids=["than reviewed", "than the adopted side"]
+)
+
+
+@WORSE
+def test_faster_peer_is_shown_and_holds_nothing(worse: Judgement) -> None:
+    adopted, candidate = [own(), ratio(1.0)], [own(), worse]
+    assert ratio_labels(gate_of_ratios(adopted, candidate)) == [(Decision.ADOPT, PEER, (RATIO,))]
+    assert timed_rows(*records(adopted, candidate)) == {OWN: SPEED_TEST}, (
+        "sessions measure the own time alone"
+    )
+
+
+@WORSE
+def test_ratio_alone_judges_without_the_own_time(worse: Judgement) -> None:
+    """Of a side that does not report it, or if the row does not name it."""
+    named = ratio_labels(gate_of_ratios([own(), ratio(1.0)], [worse]))
+    assert (Decision.ADOPT, PEER, (RATIO,)) not in named
+    bare = [replace(j, row=replace(j.row, own="")) for j in (ratio(1.0), worse)]
+    assert gate_of_ratios([own(), bare[0]], [own(), bare[1]]).decision is not Decision.ADOPT
+
+
+def test_own_row_that_is_no_time_excuses_nothing() -> None:
+    """A count or a time without a direction judges no candidate."""
+    for changes in (
+        {"unit": "kernels", "interval": None},
+        {"better": "exact", "tolerance": 0.0, "interval": None},
+    ):
+        other = replace(own(), row=replace(own().row, **changes))
+        assert (
+            gate_of_ratios([other, ratio(1.0)], [other, ratio(1.5, Verdict.REGRESSION)]).decision
+            is Decision.HOLD
+        )
+
+
+def test_slower_own_time_still_holds() -> None:
+    found = gate_of_ratios(
+        [own(), ratio(1.0)], [own(3.0, Verdict.REGRESSION), ratio(1.5, Verdict.REGRESSION)]
+    )
+    assert (Decision.HOLD, "REGRESSION", (OWN,)) in ratio_labels(found)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [ratio(float("nan"), Verdict.REGRESSION), ratio(1.5, Verdict.REGRESSION, at_most=1.0)],
+    ids=["NaN", "beyond a derived bound"],
+)
+def test_no_number_and_a_bound_still_hold(broken: Judgement) -> None:
+    assert gate_of_ratios([own(), ratio(1.0)], [own(), broken]).decision is not Decision.ADOPT
+
+
+def test_better_ratio_and_equal_ratio_are_no_peers() -> None:
+    assert ratio_labels(gate_of_ratios([own(), ratio(1.0)], [own(), ratio(1.04)])) == []
+    assert ratio_labels(gate_of_ratios([own(), ratio(1.0)], [own(), ratio(0.5, Verdict.WIN)])) == [
+        (Decision.ADOPT, "WIN", (RATIO,))
+    ]
+
+
+@pytest.mark.parametrize("fields", [{"own": RATIO}, {"own": "no id"}])
+def test_own_names_another_row(fields: dict[str, str]) -> None:
+    with pytest.raises(RowError, match="own must be the id of another row"):
+        ratio(1.0, **fields)
+
+
+def test_own_is_kept_in_a_record() -> None:
+    made = ratio(1.0).row
+    assert Row.from_json(made.to_json()) == made
+    assert "own" not in own().row.to_json()
