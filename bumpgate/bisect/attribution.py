@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from bumpgate.bisect.search import UNKNOWN_LIMIT, ProbeOutcome
@@ -76,8 +76,7 @@ def attribute(
     probe: Callable[[Mixture, dict[str, str]], ProbeOutcome],
     together: Iterable[Collection[str]] = (),
     *,
-    false_bad: float = 0.0,
-    false_good: float = 0.0,
+    noise: tuple[float, float] = (0.0, 0.0),
     confidence: float = 0.98,
     known: Iterable[tuple[Mixture, ProbeOutcome]] = (),
     first: str = "",
@@ -86,13 +85,19 @@ def attribute(
 
     good, bad: package name to version. probe: called with a mixture's names and its packages; takes one reading.
     together: groups of names that must come from the same side; groups that share a changed name are merged.
-    false_bad, false_good, confidence: as in search.Search; under noise a mixture is read until it is settled.
+    noise: misread rates, false BAD and false GOOD; under noise a mixture is read until it is settled.
+    confidence: as in search.Search.
     known: readings of an interrupted run in order; they are used before the probe is called.
     first: the likeliest package; its part is tried alone before all others.
     Raises AttributionError (one line) if the sets do not differ or a number is out of range.
     """
+    if not (all(0 <= rate < 0.5 for rate in noise) and 0.5 < confidence < 1):
+        raise AttributionError("false_bad and false_good must lie in [0, 0.5), confidence in (0.5, 1)")
     parts = _parts(good, bad, together)
-    readings = _Readings(good, bad, probe, false_bad, false_good, confidence, known, len(parts))
+    # One wrong verdict invalidates the answer, so the error budget is shared: about two mixtures per part + ends.
+    readings = _Readings(good, bad, probe, *noise, doubt=(1 - confidence) / (2 * len(parts) + 2))
+    for mixture, outcome in known:
+        readings.known[mixture].append(outcome)
     everything = _names(parts)
     for named, names in ((ProbeOutcome.GOOD, []), (ProbeOutcome.BAD, everything)):
         read = readings.of(names)
@@ -155,31 +160,22 @@ def _ddmin(parts: list[Mixture], readings: _Readings) -> list[Mixture]:
     return parts
 
 
+@dataclass
 class _Readings:
-    """Verdicts on mixtures, cached; each mixture is read until it is settled."""
+    """Verdicts on mixtures, cached; each mixture is read until it is settled.
 
-    def __init__(
-        self,
-        good: Packages,
-        bad: Packages,
-        probe: Callable[[Mixture, dict[str, str]], ProbeOutcome],
-        false_bad: float,
-        false_good: float,
-        confidence: float,
-        known: Iterable[tuple[Mixture, ProbeOutcome]],
-        parts: int,
-    ) -> None:
-        if not (0 <= false_bad < 0.5 and 0 <= false_good < 0.5 and 0.5 < confidence < 1):
-            raise AttributionError("false_bad and false_good must lie in [0, 0.5), confidence in (0.5, 1)")
-        self.good, self.bad, self.probe = good, bad, probe
-        self.false_bad, self.false_good = false_bad, false_good
-        # One wrong verdict invalidates the answer, so the error budget is shared: about two mixtures per part + ends.
-        self.doubt = (1 - confidence) / (2 * parts + 2)
-        self.known: dict[Mixture, deque[ProbeOutcome]] = defaultdict(deque)
-        for mixture, outcome in known:
-            self.known[mixture].append(outcome)
-        self.verdicts: dict[Mixture, ProbeOutcome] = {}
-        self.probes = 0
+    doubt: the probability of a wrong verdict at which a mixture is settled. known: readings to use before the probe.
+    """
+
+    good: Packages
+    bad: Packages
+    probe: Callable[[Mixture, dict[str, str]], ProbeOutcome]
+    false_bad: float
+    false_good: float
+    doubt: float
+    known: dict[Mixture, deque[ProbeOutcome]] = field(default_factory=lambda: defaultdict(deque))
+    verdicts: dict[Mixture, ProbeOutcome] = field(default_factory=dict)
+    probes: int = 0
 
     def red(self, parts: list[Mixture]) -> bool:
         return self.of(_names(parts)) is ProbeOutcome.BAD

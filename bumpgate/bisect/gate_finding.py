@@ -32,11 +32,14 @@ class GateFindingError(BumpgateError):
 
 @dataclass(frozen=True)
 class GateFinding:
-    """Finding of a gate. nodes: the tests that show it. good, bad: package -> version of each side. options: of pytest,
-    as in the gate.
+    """A finding of a gate that can be bisected.
 
-    tests: row id -> node id, and ratios: row id -> time of the candidate over that of the adopted build, of the rows
-    of one test, if the finding is SLOWER; empty for any other finding. sessions: the gate's limit; None without one.
+    nodes: the tests that show it.
+    good, bad: package -> version of the adopted and of the candidate side.
+    options: of pytest, as in the gate.
+    tests, ratios: the rows of one test, if the finding is SLOWER; empty for any other finding. row id -> node id, and
+        row id -> the candidate's time divided by the adopted build's time.
+    sessions: the gate's limit; None without one.
     """
 
     lane: str

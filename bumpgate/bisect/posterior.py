@@ -2,7 +2,7 @@
 
 Also the misread rates that are considered, and the information in one reading under them.
 
-Hypothesis k of 0..n: the first k candidates have the state of the early endpoint (`old`) and the others that of the
+Hypothesis k of 0..n: the first k candidates have the state of the early endpoint (`old`), the others the state of the
 late one (`new`). Each pair of misread rates, (an old candidate reads new, a new one reads old), has a prior weight.
 """
 

@@ -148,7 +148,7 @@ class Test(Protocol):
         """Return why a reading cannot represent an endpoint, whatever the other one reads; None if it can."""
 
     def learn(self, good: Sequence[Reading], bad: Sequence[Reading]) -> None:
-        """Learn the deciding rows from all endpoint readings so far: those that differ between the endpoints."""
+        """Learn the deciding rows from all endpoint readings so far: the rows that differ between the endpoints."""
 
     def judge(self, reading: Reading) -> ProbeResult:
         """Return the outcome of a reading."""
@@ -217,8 +217,8 @@ def load(place: Path) -> Reading | None:
 def fresh_caches(place: Path) -> Iterator[dict[str, str]]:
     """Yield env_vars that point torch, Triton and the C++ compiler at empty caches.
 
-    No reading may depend on an earlier one. The caches are deleted at the end; those of a killed probe are deleted when
-    it is repeated.
+    No reading may depend on an earlier one. The caches are deleted at the end; the caches of a killed probe are deleted
+    when it is repeated.
     """
     caches = place / "caches"
     shutil.rmtree(caches, ignore_errors=True)
@@ -352,7 +352,7 @@ def _last_lines(reading: Reading) -> tuple[str, ...]:
 
 @dataclass
 class SuiteTest:
-    """Selection of a lane's tests. The deciding rows and tests are those that are red at the bad endpoint only.
+    """Selection of a lane's tests, decided by the rows and tests that are red at the bad endpoint only.
 
     A row that is worse than in the first complete record of the good endpoint, by the gate's margins, is red as well.
 

@@ -5,7 +5,7 @@ repeats that agree lower them, contradictions raise them. Probes are chosen by e
 (Horstein 1963; Burnashev & Zigangirov 1974), so a probe is repeated when a repeat gives the most information.
 
 There are n candidates from the early endpoint to the late one. Under hypothesis k (0..n) the first k have the state of
-the early endpoint and the others that of the late one; under 0 and n an endpoint is named wrongly.
+the early endpoint and the others the state of the late one; under 0 and n an endpoint is named wrongly.
 `old` is the early endpoint's state and `new` the late one's: GOOD and BAD, or BAD and GOOD when searching for a fix.
 """
 
@@ -71,7 +71,7 @@ class SearchResult:
     last_old: the candidate before the first suspect; None if the search failed.
     posterior: total posterior of the suspects.
     probes: number of recorded outcomes; endpoints, repeats and skips included.
-    misreads: number of GOOD and BAD readings that contradict the answer, without those of `earlier`.
+    misreads: number of GOOD and BAD readings that contradict the answer, without the readings of `earlier`.
     failure: why there is no answer, one line; empty if there is one. cause: the same as a kind; None if there is one.
     confirmed: whether both neighbours of the change were read often enough (Search.confirm).
     earlier: indices that consistently read like the late endpoint, although a later candidate before the answer
@@ -144,7 +144,7 @@ class Search:
         self._belief: Belief | None = None
 
     def record(self, index: int, outcome: ProbeOutcome) -> None:
-        """Record one outcome. Any candidate from endpoint to endpoint may be recorded, not only those of next()."""
+        """Record one outcome. Any candidate from endpoint to endpoint may be recorded, not only what next() returns."""
         if not self.first <= index <= self.last:
             raise SearchError(f"candidate {index} does not lie between the ends {self.first} and {self.last}")
         self.history.append((index, outcome))
@@ -205,7 +205,7 @@ class Search:
         return range(self.first + kept[0], self.first + kept[-1] + 1), mass
 
     def _unconfirmed(self, suspects: range) -> list[int]:
-        """Return the candidates to read again before the answer is certain, those that contradict it most first.
+        """Return the candidates to read again before the answer is certain, the most contradicting first.
 
         These are the two neighbours of the change until they are confirmed, and any other candidate whose readings
         mostly contradict the answer.
@@ -222,7 +222,7 @@ class Search:
         ]
 
     def _margin(self, index: int, suspects: range) -> int:
-        """Return the number of a candidate's readings that agree with the answer, minus those that contradict it."""
+        """Return the number of a candidate's readings that agree with the answer, less the contradicting ones."""
         margin = self._tally[self.new][index] - self._tally[self.old][index]
         return margin if index >= suspects[-1] else -margin
 

@@ -32,7 +32,7 @@ def together(*environments: Environment) -> list[set[str]]:
 
 
 def pinned(packages: Collection[str], *environments: Environment) -> set[str]:
-    """Return those of `packages` that are CUDA libraries which another of them pins: they changed as one part."""
+    """Return the CUDA libraries among `packages` that another of the packages pins: they changed as one part."""
     pinning = [name for name in packages if not LINKED.fullmatch(name)]
     return {found for e in environments for name in pinning for found in _linked(e, name)} & set(packages)
 

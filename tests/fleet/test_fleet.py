@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from bumpgate import cli, fleet
-from bumpgate.bisect import answer, bisection
+from bumpgate.bisect import bisection
 from bumpgate.bisect.bisection import MachineError
-from bumpgate.bisect.journal import BisectPlan
 from bumpgate.bisect.options import Options
 from bumpgate.bisect.probe import Cause, Reading
-from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision
 from bumpgate.env.request import Request
@@ -24,9 +22,7 @@ from bumpgate.fleet import Done, Lost, Readings, Task
 from tests.support.foreign import LANE, Foreign
 from tests.support.killing import KillPoints, check_every_kill_point, run_loop
 from tests.support.project import wrapped_python
-from tests.support.searching import labels, mutant_of
-
-NAMES = tuple(labels(60))
+from tests.support.searching import mutant_of
 
 
 def test_kill_at_every_step_of_a_batch_gives_the_same_answer(tmp_path: Path) -> None:
@@ -63,27 +59,6 @@ def test_any_number_of_hosts_gives_the_answer_of_one(hosts: int, tmp_path: Path)
 def test_mutant_batch_that_loses_readings_is_caught(old: str, new: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         check_every_kill_point(mutant_of(bisection, old, new), tmp_path, hosts=4)
-
-
-def stopped(first_bad: int, reads: Sequence[int], misreads: float | None = 0.0) -> str:
-    searched = BisectPlan(NAMES, NAMES[0], NAMES[-1], (), misreads, misreads).search()
-    for index in reads:
-        searched.record(index, ProbeOutcome.BAD if index >= first_bad else ProbeOutcome.GOOD)
-    return answer.so_far(searched)
-
-
-def test_partial_answer_is_the_range_between_the_readings() -> None:
-    assert stopped(30, [0]) == ""
-    assert stopped(30, [0, 59]) == f"so far      {NAMES[0]} GOOD, {NAMES[59]} BAD; probability 1.00"
-    found = f"so far      {NAMES[20]} GOOD, {NAMES[40]} BAD; probability "
-    assert stopped(30, [0, 59, 20, 40]) == f"{found}1.00"
-    unsure = stopped(30, [0, 59, 20, 40], None)
-    assert unsure.startswith(found)
-    assert 0.5 < stated(unsure) < stated(stopped(30, [0, 59, 20, 20, 40, 40], None)) < 1
-
-
-def stated(line: str) -> float:
-    return float(line.split()[-1])
 
 
 class FakeCluster:

@@ -146,7 +146,7 @@ def test_four_workers_find_one_of_60_nights_in_3_rounds(hosts: RayCluster, tmp_p
     journal = [json.loads(line) for line in (tmp_path / "out/state.jsonl").read_text().splitlines()]
     rounds = [entry["probe"] for entry in journal if "probe" in entry]
     assert max(map(len, rounds)) == 4
-    assert len(rounds) <= 1 + 3, "that of the ends, and three"
+    assert len(rounds) <= 1 + 3, "the round of the ends, and three"
 
 
 def test_task_runs_on_a_host_that_offers_its_lane(hosts: RayCluster) -> None:

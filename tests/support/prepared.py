@@ -63,7 +63,7 @@ def kernel_wheels(folder: Path) -> None:
 
 
 class PreparedTree(AdoptTree):
-    """A tree with a frozen lane of two kernel wheels; `kernels` holds those of each build."""
+    """A tree with a frozen lane of two kernel wheels; `kernels` holds the wheels of each build."""
 
     def __init__(self, root: Path, index: LocalIndex, home: Path) -> None:
         super().__init__(root, index, home)
