@@ -1,6 +1,7 @@
 """Child processes of a launcher: output is tagged and kept, the first failure stops the rest and is reported.
 
-Standard library only, so that a child with failing imports is still reported.
+Standard library only, so that a child with failing imports is still reported. Run by its path, `python -I -S
+children.py`, it is the guard of a launcher: it kills the process groups whose ids it reads, once its input ends.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
-
-from launch import orphans
 
 LINE = 1 << 12  # bytes; a longer line is split
 KEPT = 200  # lines of each child
@@ -126,7 +125,7 @@ class _Guard:
     """A process that kills the groups of the children if this process is killed, and cannot do so itself."""
 
     def __enter__(self) -> _Guard:
-        command = [sys.executable, "-I", "-S", orphans.__file__]
+        command = [sys.executable, "-I", "-S", __file__]
         # In a session of its own, so that a signal to this process's group does not end it first.
         try:
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -252,3 +251,11 @@ def moved(child: Mapping[str, str]) -> Iterator[str]:
     for name, ours in places().items():
         if not same_place(child[name], ours):
             yield f"the child's {name} is {child[name]}, ours {ours}"
+
+
+if __name__ == "__main__":
+    for group in [
+        int(line) for line in sys.stdin
+    ]:  # after the last line: the launcher has ended, however it ended
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)

@@ -10,32 +10,37 @@ B batch, T tokens of a row.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from launch.caches import sha256
+
 SCHEMA = "bumpgate-tokens-1"
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
-FIELDS = {
-    "schema": str,
-    "format": str,
-    "dtype": str,
-    "tokens": int,
-    "bos_id": int,
-    "vocab_size": int,
-    "sha256": str,
-}
+FIELDS = dict.fromkeys(("schema", "format", "dtype", "sha256"), str) | dict.fromkeys(
+    ("tokens", "bos_id", "vocab_size"), int
+)
 CHUNK = 1 << 22  # ids in memory at once in a scan of a memory-mapped file
 
 # The byte-level tokenizer of the shipped corpus: the ids below 48 are the model's special tokens, byte b is 48 + b.
 BOS, EOT, BYTE_OFFSET = 2, 3, 48
+
+
+class Source(Protocol):
+    """Batches of token ids (B,T) int64 on the CPU, and their position as plain numbers and lists."""
+
+    def __next__(self) -> Tensor: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class DataError(ValueError):
@@ -70,15 +75,6 @@ def read_receipt(path: Path) -> dict[str, Any]:
     if fields["dtype"] not in DTYPES:
         raise DataError(f"{path}: dtype {fields['dtype']!r}, expected one of {', '.join(DTYPES)}")
     return fields
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, read in chunks."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 24):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def read_parquet(path: Path, dtype: type) -> np.ndarray:
@@ -122,7 +118,7 @@ class TokenFile:
         self.path = path.with_suffix(suffix)
         if not self.path.is_file():
             raise DataError(f"{self.path}: no such file, though its receipt exists")
-        if sha256_of(self.path) != self.fields["sha256"]:
+        if sha256(self.path) != self.fields["sha256"]:
             raise DataError(
                 f"{self.path}: the sha256 is not the receipt's: the file changed, create it again"
             )
@@ -158,13 +154,14 @@ class TokenFile:
         return starts
 
 
-def receipt(source: TokenFile | PackedBatches | SyntheticBatches) -> dict[str, Any]:
-    """Data entry of a record: `kind` is "tokens" for a checked file and "synthetic" for random ids."""
+def receipt(source: object) -> dict[str, Any]:
+    """Return the data entry of a record: `kind` is "tokens" for a checked file, "synthetic" for random ids.
+
+    Raises DataError on any other source.
+    """
     if isinstance(source, SyntheticBatches):
-        return {
-            "kind": "synthetic",
-            **{name: getattr(source, name) for name in ("vocab_size", "bos_id", "seed")},
-        }
+        known = {name: getattr(source, name) for name in ("vocab_size", "bos_id", "seed")}
+        return {"kind": "synthetic", **known}
     if isinstance(source, PackedBatches):
         packing = {name: source.setup[name] for name in ("batch", "tokens", "seed", "rank", "world")}
         return {**receipt(source.file), "packing": packing}
@@ -264,13 +261,6 @@ class PackedBatches(Iterator[Tensor]):
         self.counts = Counter(state["counts"])
         self.epoch, self.cursor, self.waiting = state["epoch"], state["cursor"], list(state["waiting"])
         self.order = self._shuffled()
-
-
-def packed_batches(
-    file: TokenFile, batch: int, tokens: int, seed: int, rank: int = 0, world: int = 1
-) -> PackedBatches:
-    """Return deterministic, resumable batches (B,T) int64 of a checked file; see PackedBatches."""
-    return PackedBatches(file, batch, tokens, seed, rank, world)
 
 
 class SyntheticBatches(Iterator[Tensor]):

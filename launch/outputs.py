@@ -9,11 +9,23 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from launch import caches, environment
 from launch.contract import Contract, ContractError
+
+
+@dataclass(frozen=True)
+class Files:
+    """checkpoint: the file of the run's state. log: a file of one JSON line a step. None: not written."""
+
+    checkpoint: Path | None = None
+    log: Path | None = None
+
+
+NO_FILES = Files()
 
 
 def check(files: Mapping[str, Path | None]) -> None:

@@ -22,7 +22,6 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,13 +38,13 @@ from torch import Tensor
 
 from launch.autofit import ALONE, Share, accumulated_step, device_batch
 from launch.contract import Contract, ContractError, apply_dynamo, load
-from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches, receipt
+from launch.data import DataError, PackedBatches, Source, SyntheticBatches, TokenFile, receipt
 from launch.dist import process_group
-from launch.dist.layout import Layout
 from launch.dist.parallel import STYLES, average_buffers, overflow, parallelize
-from launch.dist.ranks import Ranks
+from launch.dist.ranks import Layout, Ranks
 from launch.dist.shards import distributed, whole
 from launch.optimizers import OPTIMIZERS, build_optimizer
+from launch.outputs import NO_FILES, Files
 from launch.policies import POLICIES, Backend, CompiledHybrid, apply
 from launch.programs import ProgramBudgetError, Programs, load_spare, pattern_programs
 from launch.retry import load_retry, passed
@@ -56,8 +55,6 @@ from model.presets import NAMES, SIZES
 
 REFUSED, NOT_FINITE, DISK_FULL, OVER_BUDGET = environment.REFUSED, 4, environment.DISK_FULL, 6
 
-
-ONE_EACH = Layout()
 SAVED = {"config", "plan", "step", "model", "optimizer", "source", "rng"}  # keys of a checkpoint
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -89,9 +86,10 @@ class TrainingPlan:
 class Trainer:
     """One model, one optimizer, one batch source. `losses` has a float for each step that this object has run.
 
+    source: of several ranks, all have the same one, with the batch of all of them.
+    files: what the run leaves.
     rows: batch rows per forward, with gradient accumulation over the batch (all rows by default).
-    ranks: this process's place among several, whose source is the same and has the batch of all of them; layout: how
-    they divide model and batch.
+    ranks: this process's place among several, or None.
     Raises ContractError if this torch cannot satisfy contract.toml, ValueError on an unknown policy or optimizer.
     """
 
@@ -99,75 +97,74 @@ class Trainer:
         self,
         config: HybridConfig,
         plan: TrainingPlan,
-        source: Iterator[Tensor],
+        source: Source,
         *,
         device: str = "cpu",
-        checkpoint: Path | None = None,
-        log: Path | None = None,
+        files: Files = NO_FILES,
         backend: Backend = "inductor",
         rows: int | None = None,
         ranks: Ranks | None = None,
-        layout: Layout = ONE_EACH,
     ) -> None:
         contract = load()
         apply_dynamo(contract)
         torch.manual_seed(plan.seed)
         self.config, self.plan, self.source, self.device = config, plan, source, device
-        self.checkpoint, self.log, self.rows = checkpoint, log, rows
-        self.ranks, self.layout, self.share = ranks, layout, ALONE
+        self.checkpoint, self.log, self.rows, self.ranks = files.checkpoint, files.log, rows, ranks
         self.step, self.warm, self.losses = 0, False, list[float]()
-        self.warm_up_seconds = 0.0
+        self.warm_up_seconds, self.share = 0.0, ALONE
         # A CPU draws billions of weights in minutes; XLA would compile the drawing.
         with torch.device(device if torch.device(device).type == "cuda" else "cpu"):
             self.model = Hybrid(config).to(device=device, dtype=DTYPES[plan.dtype])
         allowed = pattern_programs(self.model, plan.policy, contract) + plan.compile_optimizer + load_spare()
         self.programs = Programs(allowed, backend)
-        backend = self.programs.backend
-        start = Start(
-            torch.device(device).type,
-            regional=plan.policy in ("regional", "per_block"),
-            moe="E" in config.letters,
-            fsdp=layout.style == "fsdp2" and ranks is not None,
-            compiled=plan.policy != "eager",
-        )
+        start = self._start()
         self.no_warm_up = load_warmup().skipped(start)
         self.last_step_of_start = load_retry().last_step
         if ranks is None:
-            self.compiled = apply(self.model, plan.policy, contract, backend)
+            self.compiled = apply(self.model, plan.policy, contract, self.programs.backend)
         else:
-            self._parallelize(ranks, contract, backend, start)
-        options = {"compile": plan.compile_optimizer, "backend": backend}
+            self._parallelize(ranks, contract, start)
+        options = {"compile": plan.compile_optimizer, "backend": self.programs.backend}
         self.optimizer = build_optimizer(self.model, plan.optimizer, plan.lr, **options)
 
-    def _parallelize(self, ranks: Ranks, contract: Contract, backend: Backend, start: Start) -> None:
+    def _start(self) -> Start:
+        """Return what decides whether the run has a warm-up."""
+        return Start(
+            torch.device(self.device).type,
+            regional=self.plan.policy in ("regional", "per_block"),
+            moe="E" in self.config.letters,
+            fsdp=self.ranks is not None and self.ranks.layout.style == "fsdp2",
+            compiled=self.plan.policy != "eager",
+        )
+
+    def _parallelize(self, ranks: Ranks, contract: Contract, start: Start) -> None:
         """Set the compiled model and this rank's share of each batch."""
 
         def before_ddp(compiled: CompiledHybrid) -> None:
             self.compiled = compiled
-            process_group.warm_up(load_warmup(), start, self._warm_up_ahead, ranks.start)
+            process_group.warm_up(load_warmup(), start, lambda: self._warm_up_ahead(ranks), ranks.start)
 
-        mesh, data, shard = self.layout.place(ranks)
+        mesh, data, shard = ranks.place()
         self.share = Share(*data, mean=ranks.mean)
         wrapped = parallelize(
             self.model,
             contract,
             mesh,
-            self.layout.style,
+            ranks.layout.style,
             self.plan.policy,
-            backend=backend,
+            backend=self.programs.backend,
             shard=shard,
             before_ddp=before_ddp,
         )
         self.compiled = wrapped.compiled
         self.share = replace(self.share, held=wrapped.held)
 
-    def _warm_up_ahead(self) -> None:
+    def _warm_up_ahead(self, ranks: Ranks) -> None:
         """Warm up on the next batch, without taking it, and wait for the ranks that compile longer."""
-        position = self.source.state_dict()  # type: ignore[attr-defined]
+        position = self.source.state_dict()
         self.warm_up(*self._rows_of(next(self.source)))
-        self.source.load_state_dict(position)  # type: ignore[attr-defined]
-        assert self.ranks is not None
-        self.ranks.meet()
+        self.source.load_state_dict(position)
+        ranks.meet()
 
     def _rows_of(self, ids: Tensor) -> tuple[Tensor, float]:
         """Return the rows of a batch with which this process begins, and which part of its rows they are."""
@@ -258,7 +255,7 @@ class Trainer:
         if self.ranks is not None:
             warm_up = [round(seconds, 3) for seconds in self.ranks.gather("warm-up", self.warm_up_seconds)]
             ranks = {"world": self.ranks.world, "backend": self.ranks.backend, "warm_up_seconds": warm_up}
-            ranks |= asdict(self.layout)
+            ranks |= asdict(self.ranks.layout)
         return {
             "kind": "training" if data["kind"] == "tokens" else "smoke, not training",
             "model": f"{self.config.name}-{self.config.size}",
@@ -293,7 +290,7 @@ class Trainer:
             "step": self.step,
             "model": model,
             "optimizer": optimizer,
-            "source": self.source.state_dict(),  # type: ignore[attr-defined]
+            "source": self.source.state_dict(),
             "rng": torch.get_rng_state(),
         }
         # With a path, torch.save hides the reason of a failed write.
@@ -314,7 +311,7 @@ class Trainer:
         own = self.model.state_dict()
         self.model.load_state_dict({n: distributed(value, own[n]) for n, value in state["model"].items()})
         self.optimizer.load_state_dict(state["optimizer"])
-        self.source.load_state_dict(state["source"])  # type: ignore[attr-defined]
+        self.source.load_state_dict(state["source"])
         torch.set_rng_state(state["rng"])
         self.step = state["step"]
         if self.log is not None and self.writes and self.log.exists():
@@ -322,7 +319,7 @@ class Trainer:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the argument parser. Defaults are in Plan."""
+    """Build the argument parser. Defaults are in TrainingPlan."""
     p = argparse.ArgumentParser(prog="python -m launch.train", description=__doc__)
     p.add_argument("--preset", choices=NAMES, default="nam12")
     p.add_argument("--size", choices=SIZES, default="narrow")
@@ -371,8 +368,8 @@ def facts(options: argparse.Namespace, data: dict[str, Any]) -> dict[str, str]:
     return {"torch": torch.__version__, "python": platform.python_version(), **known, **given}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Return the exit code; argparse itself exits with 2."""
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the checked options; argparse exits with 2."""
     o = (p := parser()).parse_args(arguments)
     if o.smoke == bool(o.data):
         p.error("pass either --data or --smoke")
@@ -380,52 +377,62 @@ def main(arguments: list[str] | None = None) -> int:
         p.error("--resume needs --checkpoint; --steps and --batch are at least 1, --tokens at least 2")
     if o.rows is not None and (o.rows < 1 or o.batch % o.rows):
         p.error(f"--rows {o.rows} does not divide --batch {o.batch}")
-    layout = Layout(o.style, o.tensor_parallel, o.expert_parallel)
-    if layout != Layout() and not os.environ.get("LOCAL_RANK"):
+    if layout_of(o) != Layout() and not os.environ.get("LOCAL_RANK"):
         p.error("--style and parallelism are for ranks: start them by torchrun or launch.retry --ranks")
+    return o
+
+
+def layout_of(o: argparse.Namespace) -> Layout:
+    return Layout(o.style, o.tensor_parallel, o.expert_parallel)
+
+
+def train(o: argparse.Namespace) -> None:
+    """Run the training of these options in this process, one of several ranks if LOCAL_RANK is set."""
     config = preset(o.preset, o.size)
     plan = TrainingPlan(**{name: getattr(o, name) for name in TrainingPlan.__dataclass_fields__})
+    environment.check(contract := load())
+    if environment.RETRY in os.environ:
+        torch.compiler.reset()  # only here (rule C21): a retry rebuilds its model
+    ranks = Ranks(contract, o.device, layout_of(o)) if os.environ.get("LOCAL_RANK") else None
+    shape = o.batch * layout_of(o).shares(ranks.world if ranks else 1), o.tokens or config.seq_len
+    source: Source
+    if o.smoke:
+        source = SyntheticBatches(config.vocab_size, *shape, o.seed, config.bos_id)
+    else:
+        source = PackedBatches(TokenFile(o.data), *shape, o.seed)
+    if ranks is None or ranks.rank == 0:
+        outputs.check({"--checkpoint": o.checkpoint, "--log": o.log})
+    copied = {"seeded": 0, "published": 0}
+    if ranks is None or ranks.local == 0:
+        copied["seeded"] = environment.seed_caches(contract)
+    if ranks is not None:
+        ranks.agree(facts(o, receipt(source)))  # also waits for the seeded caches
+        ranks.start()
+    trainer = Trainer(
+        config,
+        plan,
+        source,
+        device=str(ranks.device) if ranks else o.device,
+        files=Files(o.checkpoint, o.log),
+        rows=device_batch(o.rows or o.batch),
+        ranks=ranks,
+    )
+    if o.resume:
+        trainer.resume()
+    summary = trainer.run(allow_synthetic="smoke" if o.smoke else "")
+    if trainer.writes:
+        copied["published"] = outputs.publish(contract)
+        print(json.dumps(summary | {"caches": environment.cache_report(contract) | copied}))
+    if ranks is not None:
+        del trainer  # DDP must go before its group: see Ranks.leave
+        ranks.leave()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Return the exit code; argparse itself exits with 2."""
+    o = parsed(arguments)
     try:
-        environment.check(contract := load())
-        if environment.RETRY in os.environ:
-            torch.compiler.reset()  # only here (rule C21): a retry rebuilds its model
-        ranks = None
-        if os.environ.get("LOCAL_RANK"):
-            ranks = Ranks(contract, o.device, expert_parallel=o.expert_parallel)
-        shape = o.batch * layout.shares(ranks.world if ranks else 1), o.tokens or config.seq_len
-        if o.smoke:
-            source = SyntheticBatches(config.vocab_size, *shape, o.seed, config.bos_id)
-        else:
-            source = packed_batches(TokenFile(o.data), *shape, o.seed)
-        if ranks is None or ranks.rank == 0:
-            outputs.check({"--checkpoint": o.checkpoint, "--log": o.log})
-        copied = {"seeded": 0, "published": 0}
-        if ranks is None or ranks.local == 0:
-            copied["seeded"] = environment.seed_caches(contract)
-        if ranks is not None:
-            ranks.agree(facts(o, receipt(source)))  # also waits for the seeded caches
-            ranks.start()
-        rows = device_batch(o.rows or o.batch)
-        trainer = Trainer(
-            config,
-            plan,
-            source,
-            device=str(ranks.device) if ranks else o.device,
-            checkpoint=o.checkpoint,
-            log=o.log,
-            rows=rows,
-            ranks=ranks,
-            layout=layout,
-        )
-        if o.resume:
-            trainer.resume()
-        summary = trainer.run(allow_synthetic="smoke" if o.smoke else "")
-        if trainer.writes:
-            copied["published"] = outputs.publish(contract)
-            print(json.dumps(summary | {"caches": environment.cache_report(contract) | copied}))
-        if ranks is not None:
-            del trainer  # DDP must go before its group: see Ranks.leave
-            ranks.leave()
+        train(o)
     except (ContractError, DataError) as error:
         print(f"refused: {error}", file=sys.stderr)
         return REFUSED

@@ -1,4 +1,4 @@
-"""The ranks of one training: their meeting, what they must have in common, and their process group.
+"""The ranks of one training: how they divide it, their meeting, what they share, and their process group.
 
 torchrun and `python -m launch.retry --ranks N` start one process per rank and set RANK, LOCAL_RANK, WORLD_SIZE and
 the address of a store. Everything before the first collective, and waiting for a rank that compiles longer, goes
@@ -9,17 +9,49 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from launch.dist import process_group
 from launch.contract import Contract, ContractError
+from launch.dist import process_group
+from launch.dist.model_parallel import shard_attention, shard_experts
 from launch.retry import load_retry
+from model import Hybrid
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks divide model and batch.
+
+    style: "ddp" or "fsdp2".
+    tensor: number of ranks that divide the attention heads between them and see the same rows.
+    expert: whether the ranks divide the experts.
+    """
+
+    style: str = "ddp"
+    tensor: int = 1
+    expert: bool = False
+
+    def shares(self, world: int) -> int:
+        """Return the number of shares of each batch. Raises ContractError if the ranks do not fit."""
+        if (self.tensor > 1 or self.expert) and self.style != "fsdp2":
+            raise ContractError(f"tensor and expert parallelism are for style fsdp2, not {self.style}")
+        if self.tensor > 1 and self.expert:
+            raise ContractError("tensor and expert parallelism cannot be combined")
+        if world % self.tensor:
+            raise ContractError(f"{world} ranks cannot be divided into groups of {self.tensor}")
+        return world // self.tensor
+
+
+ONE_EACH = Layout()
 
 
 class Ranks:
@@ -32,8 +64,8 @@ class Ranks:
         self,
         contract: Contract,
         device: str = "cpu",
+        layout: Layout = ONE_EACH,
         *,
-        expert_parallel: bool = False,
         given: Mapping[str, str] = os.environ,
     ) -> None:
         if missing := [name for name in VARIABLES if not given.get(name)]:
@@ -41,7 +73,7 @@ class Ranks:
                 f"LOCAL_RANK is set without {missing[0]}: start ranks by torchrun or launch.retry --ranks"
             )
         self.rank, self.local, self.world = (int(given[name]) for name in VARIABLES[:3])
-        self.contract, self.given, self.expert_parallel = contract, given, expert_parallel
+        self.contract, self.given, self.layout = contract, given, layout
         self.device = torch.device(device)
         self.backend = "gloo"
         if self.device.type == "cuda":
@@ -88,7 +120,7 @@ class Ranks:
             load_retry(),
             self.backend,
             device=self.device if self.backend == "nccl" else None,
-            expert_parallel=self.expert_parallel,
+            expert_parallel=self.layout.expert,
             given=self.given,
             store=dist.PrefixStore(f"groups{self.started}", self.store),
             rank=self.rank,
@@ -112,6 +144,22 @@ class Ranks:
             self.store.set(f"left/{self.rank}", "")
         else:
             self.store.wait([f"left/{rank}" for rank in range(1, self.world)])
+
+    def place(self) -> tuple[DeviceMesh | None, tuple[int, int], Callable[[Hybrid], object] | None]:
+        """Return the mesh for FSDP2, this rank's (share, shares) of a batch, and what divides the model's blocks.
+
+        None as a mesh is DDP over the default group, which a warm-up may replace.
+        """
+        layout = self.layout
+        shares = layout.shares(self.world)
+        share = self.rank // layout.tensor, shares
+        if layout.style == "ddp":
+            return None, share, None
+        names = ("data", "tensor")
+        mesh = init_device_mesh(self.device.type, (shares, layout.tensor), mesh_dim_names=names)
+        if layout.tensor > 1:
+            return mesh["data"], share, partial(shard_attention, mesh=mesh["tensor"])
+        return mesh["data"], share, partial(shard_experts, mesh=mesh["data"]) if layout.expert else None
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over the ranks."""

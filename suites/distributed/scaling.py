@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from bumpgate.plugin.rows import RowRecorder
 from bumpgate.process.gpu_shares import listed
 from bumpgate.process.host import gpu_models
-from launch.data import TokenFile, packed_batches
+from launch.data import PackedBatches, TokenFile
 from launch.dist.ranks import Ranks
 from launch.train import DTYPES, Trainer, TrainingPlan
 from model import preset
@@ -72,7 +72,7 @@ def measure(
     delay: seconds that each bucket's exchange waits first.
     """
     changed = {"layer_pattern": pattern, "depth": len(pattern)} if pattern else {}
-    source = packed_batches(TokenFile(CORPUS), rows * ranks.world, tokens, 0)
+    source = PackedBatches(TokenFile(CORPUS), rows * ranks.world, tokens, 0)
     plan = TrainingPlan(2 + 2 * ROUNDS * (steps + 1), policy=policy, dtype=dtype)
     with compile_phases() as phases:
         run = Trainer(preset(name, size, **changed), plan, source, device=str(ranks.device), ranks=ranks)

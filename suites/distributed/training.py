@@ -25,10 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from bumpgate.plugin.instruments import DynamoWatch
 from launch import autofit, caches, train
 from launch.contract import Contract, apply_dynamo
-from launch.data import TokenFile, packed_batches
+from launch.data import PackedBatches, TokenFile
 from launch.dist import model_parallel, parallel
-from launch.dist.layout import Layout
-from launch.dist.ranks import Ranks
+from launch.dist.ranks import Layout, Ranks
 from launch.dist.shards import whole
 from launch.environment import RUN, child_environment, run_caches, seed_caches
 from launch.train import Trainer, TrainingPlan
@@ -62,11 +61,11 @@ def trainer(
 ) -> Trainer:
     """Build a trainer of a narrow model. alone: one process with the batch of all ranks. rows: per forward."""
     chosen = LAYOUTS[division]
-    source = packed_batches(TokenFile(CORPUS), ROWS * chosen.shares(ranks.world), TOKENS, 0)
+    source = PackedBatches(TokenFile(CORPUS), ROWS * chosen.shares(ranks.world), TOKENS, 0)
     config = preset("nam12", "narrow", layer_pattern=pattern, depth=len(pattern), bias_rate=bias_rate)
-    place = {} if alone else {"ranks": ranks, "layout": chosen}
-    device = str(ranks.device)
-    return Trainer(config, plan, source, device=device, rows=rows, **place, **options)
+    ranks.layout = chosen
+    shared = {} if alone else {"ranks": ranks}
+    return Trainer(config, plan, source, device=str(ranks.device), rows=rows, **shared, **options)
 
 
 def first_gradients(run: Trainer) -> dict[str, Tensor]:

@@ -24,11 +24,11 @@ from launch.data import (
     BOS,
     SCHEMA,
     DataError,
+    PackedBatches,
     SyntheticBatches,
     TokenFile,
     decode,
     encode,
-    packed_batches,
     receipt,
 )
 from model.hybrid import documents, next_token_targets
@@ -96,9 +96,9 @@ def test_missing_data_parts_are_refused_in_one_line(lane: Lane, tmp_path: Path) 
     with pytest.raises(DataError, match="2 documents for 3 ranks: a rank would have none"):
         TokenFile(path, world=3)
     with pytest.raises(DataError, match="2 documents for 3 ranks"):
-        packed_batches(TokenFile(path), 1, 8, 0, rank=0, world=3)
+        PackedBatches(TokenFile(path), 1, 8, 0, rank=0, world=3)
     with pytest.raises(DataError, match="rank 2 of 2"):
-        packed_batches(TokenFile(path), 1, 8, 0, rank=2, world=2)
+        PackedBatches(TokenFile(path), 1, 8, 0, rank=2, world=2)
     path.with_suffix(".json").write_text("{")
     with pytest.raises(DataError, match=r"^[^\n]*the receipt is not JSON[^\n]*$"):
         TokenFile(path)
@@ -122,7 +122,7 @@ def test_documents_are_found_in_all_chunks_of_a_file(
 def test_uint32_token_ids_are_read(lane: Lane, tmp_path: Path) -> None:
     raw = np.array([2, 70_000, 2, 9], np.uint32).tobytes()
     file = TokenFile(written(tmp_path, [0] * 4, raw, dtype="uint32", vocab_size=131_072))
-    assert next(packed_batches(file, 1, 4, 0)).sort().values.tolist() == [[2, 2, 9, 70_000]]
+    assert next(PackedBatches(file, 1, 4, 0)).sort().values.tolist() == [[2, 2, 9, 70_000]]
 
 
 @lanes("cpu")
@@ -200,7 +200,7 @@ def pieces_of(rows: Tensor) -> Counter[tuple[int, int]]:
 def test_epoch_holds_every_document_once(lane: Lane, tmp_path: Path) -> None:
     """Short documents are not cut; one of 25 in rows of 10 becomes 10 + 10 + 7, each piece after its own BOS."""
     lengths = [3, 10, 4, 25, 6, 7, 2, 9]
-    batches = packed_batches(lengths_file(tmp_path, lengths), 1, 10, seed=0)
+    batches = PackedBatches(lengths_file(tmp_path, lengths), 1, 10, seed=0)
     batches.WAITING = 1  # no piece waits for another, so that an epoch ends where its rows end
     rows = [next(batches)[0] for _ in range(len(batches.pieces))]
     assert all(row[0] == BOS for row in rows)
@@ -219,7 +219,7 @@ def test_best_fit_packs_tighter_than_first_come(lane: Lane, tmp_path: Path) -> N
     lengths = torch.randint(2, 60, (400,), generator=generator).tolist()
     padding = {}
     for waiting in (1, 64):
-        batches = packed_batches(lengths_file(tmp_path, lengths), 8, 64, seed=0)
+        batches = PackedBatches(lengths_file(tmp_path, lengths), 8, 64, seed=0)
         batches.WAITING = waiting
         rows = torch.cat([next(batches) for _ in range(20)])
         assert pieces_of(rows).total() >= len(rows)
@@ -230,7 +230,7 @@ def test_best_fit_packs_tighter_than_first_come(lane: Lane, tmp_path: Path) -> N
 @lanes("cpu")
 def test_padding_has_no_targets(lane: Lane, tmp_path: Path) -> None:
     """BOS as padding: documents of one token, without targets, which nothing attends to."""
-    ids = next(packed_batches(lengths_file(tmp_path, [5, 5, 5]), 1, 8, seed=0))
+    ids = next(PackedBatches(lengths_file(tmp_path, [5, 5, 5]), 1, 8, seed=0))
     assert ids[0].tolist()[5:] == [BOS] * 3
     doc_ids, _ = documents(ids, BOS)
     assert doc_ids[0].tolist() == [1] * 5 + [2, 3, 4]
@@ -240,7 +240,7 @@ def test_padding_has_no_targets(lane: Lane, tmp_path: Path) -> None:
 @lanes("cpu")
 def test_order_depends_on_seed_and_epoch_only(lane: Lane) -> None:
     file = TokenFile(CORPUS)
-    a, b, c = (packed_batches(file, 4, 64, seed) for seed in (0, 0, 1))
+    a, b, c = (PackedBatches(file, 4, 64, seed) for seed in (0, 0, 1))
     first = [next(a) for _ in range(3)]
     assert all(torch.equal(x, next(b)) for x in first)
     assert not torch.equal(first[0], next(c))
@@ -255,23 +255,23 @@ def test_order_depends_on_seed_and_epoch_only(lane: Lane) -> None:
 def test_stream_resumes_where_it_was(lane: Lane, before: int, epoch: int, tmp_path: Path) -> None:
     """Through JSON, in the middle of the first or a later epoch and across its end; a different packing is rejected."""
     file = lengths_file(tmp_path, [3, 10, 4, 25, 6, 7, 2, 9] * 20)
-    stream = packed_batches(file, 2, 10, seed=3)
+    stream = PackedBatches(file, 2, 10, seed=3)
     for _ in range(before):
         next(stream)
     assert stream.epoch == epoch
     state = json.loads(json.dumps(stream.state_dict()))
     expected = [next(stream) for _ in range(100)]
-    again = packed_batches(file, 2, 10, seed=3)
+    again = PackedBatches(file, 2, 10, seed=3)
     assert not torch.equal(next(again), expected[0])
     again.load_state_dict(state)
     assert all(torch.equal(next(again), ids) for ids in expected)
     assert (again.counts, again.epoch) == (stream.counts, stream.epoch)
     assert again.epoch > epoch
     with pytest.raises(DataError, match="cannot resume: seed was 3, now it is 4"):
-        packed_batches(file, 2, 10, seed=4).load_state_dict(state)
+        PackedBatches(file, 2, 10, seed=4).load_state_dict(state)
     (tmp_path / "other").mkdir()
     with pytest.raises(DataError, match="cannot resume: sha256 was"):
-        packed_batches(lengths_file(tmp_path / "other", [3, 10]), 2, 10, seed=3).load_state_dict(state)
+        PackedBatches(lengths_file(tmp_path / "other", [3, 10]), 2, 10, seed=3).load_state_dict(state)
 
 
 @lanes("cpu")
@@ -290,7 +290,7 @@ def test_ranks_share_no_document(lane: Lane, tmp_path: Path) -> None:
     file = lengths_file(tmp_path, [4] * 30)
     seen = []
     for rank in range(3):
-        stream = packed_batches(file, 1, 4, seed=0, rank=rank, world=3)
+        stream = PackedBatches(file, 1, 4, seed=0, rank=rank, world=3)
         seen.append({int(next(stream)[0, 1]) for _ in range(30)})
     assert [len(ids) for ids in seen] == [10, 10, 10]
     assert len(set.union(*seen)) == 30
@@ -300,7 +300,7 @@ def test_ranks_share_no_document(lane: Lane, tmp_path: Path) -> None:
 @planted("X13", "a generator without a receipt")
 def test_receipts_describe_the_data(lane: Lane) -> None:
     file = TokenFile(CORPUS)
-    packed = receipt(packed_batches(file, 4, 64, 0))
+    packed = receipt(PackedBatches(file, 4, 64, 0))
     assert packed["kind"] == "tokens"
     assert packed["sha256"] == hashlib.sha256(file.path.read_bytes()).hexdigest()
     assert packed["packing"] == {"batch": 4, "tokens": 64, "seed": 0, "rank": 0, "world": 1}
@@ -345,7 +345,7 @@ def test_corpus_writer_detects_a_stale_file(lane: Lane, tmp_path: Path) -> None:
 @planted("X13", "an empty document among long ones")
 def test_every_row_has_a_target(lane: Lane, tmp_path: Path) -> None:
     """No other piece fits behind an empty document; its row alone would have the loss NaN (a rank, or --rows 1)."""
-    batches = packed_batches(lengths_file(tmp_path, [10] * 5 + [1] + [10] * 5), 1, 10, seed=0)
+    batches = PackedBatches(lengths_file(tmp_path, [10] * 5 + [1] + [10] * 5), 1, 10, seed=0)
     assert all(bool((next(batches)[0, 1:] != BOS).any()) for _ in range(40))
     with pytest.raises(DataError, match="rank 0 of 1 has no document with a target"):
-        packed_batches(lengths_file(tmp_path, [1, 1]), 1, 10, seed=0)
+        PackedBatches(lengths_file(tmp_path, [1, 1]), 1, 10, seed=0)

@@ -26,8 +26,9 @@ from torch import Tensor
 from bumpgate.plugin.instruments import DynamoWatch, reset_dynamo
 from launch import contract, train
 from launch.contract import ContractError
-from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches, receipt
+from launch.data import DataError, PackedBatches, SyntheticBatches, TokenFile, receipt
 from launch.optimizers import build_optimizer
+from launch.outputs import Files
 from launch.train import NonFiniteError, Trainer, TrainingPlan, facts, main, parser
 from model import preset
 from suites.support.child import ROOT, run_json
@@ -54,8 +55,10 @@ def trainer(
     **options: Any,
 ) -> Trainer:
     """Build a trainer of nam12 narrow on the corpus."""
-    source = packed_batches(TokenFile(CORPUS), batch, tokens, seed)
-    return Trainer(preset("nam12", "narrow", experts=experts, top_k=top_k), plan, source, **options)
+    source = PackedBatches(TokenFile(CORPUS), batch, tokens, seed)
+    files = Files(options.pop("checkpoint", None), options.pop("log", None))
+    config = preset("nam12", "narrow", experts=experts, top_k=top_k)
+    return Trainer(config, plan, source, files=files, **options)
 
 
 def unigram_entropy(file: TokenFile) -> float:
@@ -99,7 +102,7 @@ def curves(run: Trainer) -> Tensor:
     for seed in range(CURVES):
         run.model.load_state_dict(start)
         run.optimizer = build_optimizer(run.model, run.plan.optimizer, run.plan.lr)
-        run.source = packed_batches(TokenFile(CORPUS), 2, 32, seed)
+        run.source = PackedBatches(TokenFile(CORPUS), 2, 32, seed)
         run.step, run.losses = 0, []
         run.run()
         found += run.losses
@@ -182,7 +185,7 @@ def test_resumed_run_equals_uninterrupted_run(lane: Lane, optimizer: str, tmp_pa
     third = trainer(plan, device=lane.device, checkpoint=part["checkpoint"])
     part["checkpoint"].write_bytes(saved)
     third.resume()
-    third.source = packed_batches(TokenFile(CORPUS), 2, 32, 0)
+    third.source = PackedBatches(TokenFile(CORPUS), 2, 32, 0)
     third.run()
     assert third.losses != whole.losses[3:]
 
@@ -209,7 +212,7 @@ def test_foreign_or_broken_checkpoint_is_refused(lane: Lane, tmp_path: Path) -> 
 @lanes("cpu")
 def test_warm_up_changes_no_state(lane: Lane) -> None:
     """With experts that are balanced by a bias, which every training forward moves."""
-    source = packed_batches(TokenFile(CORPUS), 2, 32, 0)
+    source = PackedBatches(TokenFile(CORPUS), 2, 32, 0)
     run = Trainer(preset("nam12", "narrow", bias_rate=0.01), TrainingPlan(2, policy="eager"), source)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     run.warm_up(next(run.source))
@@ -239,7 +242,7 @@ def test_data_of_another_vocabulary_is_refused(lane: Lane) -> None:
         ({"vocab_size": 256}, "data of 512 ids with BOS 2, a model of 256 with BOS 2"),
         ({"bos_id": 5}, "data of 512 ids with BOS 2, a model of 512 with BOS 5"),
     ):
-        source = packed_batches(TokenFile(CORPUS), 2, 32, 0)
+        source = PackedBatches(TokenFile(CORPUS), 2, 32, 0)
         with pytest.raises(DataError, match=message):
             Trainer(preset("nam12", "narrow", **changes), TrainingPlan(2, policy="eager"), source).run()
 
@@ -304,7 +307,7 @@ def test_lr_schedule_rises_and_falls(lane: Lane) -> None:
 def test_ranks_must_share_each_option_and_the_data(lane: Lane) -> None:
     """A rank with another value of any of these is refused before the first step (rule C39)."""
     options = parser().parse_args(["--steps", "4", "--data", str(CORPUS)])
-    data = receipt(packed_batches(TokenFile(CORPUS), 2, 32, options.seed))
+    data = receipt(PackedBatches(TokenFile(CORPUS), 2, 32, options.seed))
     found = facts(options, data)
     for name in vars(options):
         given = argparse.Namespace(**{**vars(options), name: "another"})

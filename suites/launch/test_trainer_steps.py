@@ -16,7 +16,8 @@ import torch
 
 from launch import train
 from launch.data import SyntheticBatches
-from launch.dist.layout import Layout
+from launch.dist.ranks import Layout
+from launch.outputs import Files
 from launch.train import NonFiniteError, Trainer, TrainingPlan, main
 from launch.warmup import Start
 from model import HybridConfig, preset
@@ -33,7 +34,8 @@ def smoke(steps: int, config: HybridConfig = CONFIG, vocab_size: int = 0, **opti
     """Build an eager trainer of two layers on random ids; options of the plan and of the trainer by name."""
     source = SyntheticBatches(vocab_size or config.vocab_size, B, T, 0, config.bos_id)
     plan = {name: options.pop(name) for name in TrainingPlan.__dataclass_fields__ if name in options}
-    return Trainer(config, TrainingPlan(steps, policy="eager", **plan), source, **options)
+    files = Files(options.pop("checkpoint", None), options.pop("log", None))
+    return Trainer(config, TrainingPlan(steps, policy="eager", **plan), source, files=files, **options)
 
 
 @lanes("cpu")
@@ -120,11 +122,11 @@ def test_trainer_states_its_start(lane: Lane, pattern: str, policy: str, style: 
     """The table of warm-ups (rule C30) decides by it; the device is given with its index, as for a rank."""
     stated: list[Start] = []
     monkeypatch.setattr(train, "load_warmup", lambda: SimpleNamespace(skipped=stated.append))
-    monkeypatch.setattr(Trainer, "_parallelize", lambda run, ranks, contract, backend, start: None)
+    monkeypatch.setattr(Trainer, "_parallelize", lambda *_: None)
     config = preset("nam12", "narrow", layer_pattern=pattern, depth=2)
     plan = TrainingPlan(1, policy=policy)
-    ranks = {"ranks": object(), "layout": Layout(style)} if style else {"layout": Layout("fsdp2")}
-    Trainer(config, plan, SyntheticBatches(config.vocab_size, B, T, 0), device="cpu:0", **ranks)
+    ranks = SimpleNamespace(layout=Layout(style)) if style else None
+    Trainer(config, plan, SyntheticBatches(config.vocab_size, B, T, 0), device="cpu:0", ranks=ranks)
     assert stated == [STARTS[pattern, policy, style]]
 
 

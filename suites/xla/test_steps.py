@@ -16,7 +16,7 @@ import torch_xla.core.xla_model as xm
 from torch import Tensor
 
 from launch.contract import load
-from launch.data import DataError, SyntheticBatches, TokenFile, packed_batches
+from launch.data import DataError, PackedBatches, SyntheticBatches, TokenFile
 from launch.optimizers import AdamW, Muon, TensorOptimizer
 from launch.policies import apply
 from launch.train import Trainer, TrainingPlan
@@ -330,7 +330,7 @@ def test_memory_in_use_rises_with_an_allocation(lane: Lane, row) -> None:
 @planted("X13", "random ids as training data")
 def test_run_needs_the_receipt_of_its_data(lane: Lane, row) -> None:
     config = preset("nam12", "narrow", layer_pattern="A", depth=1)
-    corpus = packed_batches(TokenFile(ROOT / "fixtures/corpus"), 2, 16, seed=0)
+    corpus = PackedBatches(TokenFile(ROOT / "fixtures/corpus"), 2, 16, seed=0)
     plan = TrainingPlan(steps=1, policy="eager", optimizer="adamw")
     random = SyntheticBatches(config.vocab_size, 2, 16, 0, config.bos_id)
     with pytest.raises(DataError, match="random ids are not training data"):
