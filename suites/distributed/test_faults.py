@@ -20,7 +20,7 @@ from launch.retry import REASON, supervise
 from suites.distributed.ranks import run_shared
 from suites.distributed.training import CORPUS
 from suites.support.child import ROOT
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import Lane
 from suites.support.planted import planted
 
 # launch.train, in which the rank of the fault stops, dies or finds a full disk after step 3.
@@ -33,6 +33,8 @@ environment.enter()
 fault, place = sys.argv[1], Path(sys.argv[2])
 Path(place, f"pid-{os.getpid()}").touch()
 from launch import train
+
+pytestmark = [lanes("cpu", "h200x2"), pytest.mark.usefixtures("lane")]
 
 after = train.Trainer._after
 
@@ -67,7 +69,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-@lanes("cpu", "h200x2")
 @pytest.mark.parametrize("fault", ENDS)
 @planted("C25", "a rank is killed, hangs or finds a full disk")
 def test_failing_rank_ends_training(lane: Lane, fault: str, tmp_path: Path, capsys, row) -> None:
@@ -129,9 +130,8 @@ def results(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     )
 
 
-@lanes("cpu", "h200x2")
 @planted("C39", "a rank with another torch")
-def test_ranks_that_differ_are_refused(lane: Lane, results, row) -> None:
+def test_ranks_that_differ_are_refused(results, row) -> None:
     """Before the first collective, with the same line on every rank."""
     line = "ContractError: rank 1 has torch 2.14.0, rank 0 has 2.13.0"
     row(
@@ -146,9 +146,8 @@ def test_ranks_that_differ_are_refused(lane: Lane, results, row) -> None:
     assert all(one["agreed"] for one in results["same"]), results["same"]
 
 
-@lanes("cpu", "h200x2")
 @planted("C21", "a cache directory that answers slowly, and one that is slower than the timeout")
-def test_slow_cache_directory_delays_all_ranks(lane: Lane, results, row) -> None:
+def test_slow_cache_directory_delays_all_ranks(results, row) -> None:
     """Rank 0 copies the shared caches; no rank compiles before it has ended, and no collective waits for it."""
     first, second = results["slow"]
     assert "error" not in {**first, **second}, results["slow"]

@@ -14,7 +14,7 @@ from launch.retry import REASON, supervise
 from suites.distributed.ranks import run_shared
 from suites.distributed.training import CORPUS
 from suites.support.child import ROOT
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import Lane
 
 DEADLOCK = "torch>=2.8,<2.14"  # seen on 2.8.0 and 2.13.0, not on 2.14.1 and 2.15.0
 WAITED = 8.0  # seconds; dropping the model takes one
@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from launch import train
 from launch.dist.ranks import Ranks
+
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
 leave = Ranks.leave
 
@@ -45,7 +47,6 @@ raise SystemExit(train.main(sys.argv[1:]))
 """
 
 
-@lanes("cpu")
 def test_ddp_that_outlives_its_group_deadlocks(lane: Lane, tmp_path: Path, row) -> None:
     """Defect present: rank 0 never returns from dropping the model, and does if Python references the group."""
     stages = tmp_path / "stages"
@@ -69,8 +70,7 @@ def test_ddp_that_outlives_its_group_deadlocks(lane: Lane, tmp_path: Path, row) 
     )
 
 
-@lanes("cpu")
-def test_ranks_end_while_a_thread_has_a_collective(lane: Lane, tmp_path: Path, capsys) -> None:
+def test_ranks_end_while_a_thread_has_a_collective(tmp_path: Path, capsys) -> None:
     """On a loaded host, a thread of the group still has the last collective when `Ranks.leave` returns."""
     given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     given = {name: value for name, value in given.items() if name not in (RETRY, REASON, RUN)}

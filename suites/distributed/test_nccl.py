@@ -15,6 +15,8 @@ from suites.distributed.ranks import run_shared
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
+pytestmark = [lanes("h200x2"), pytest.mark.usefixtures("lane")]
+
 TIMEOUT = 7200.0
 HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 # After a timeout the watchdog waits for the flight record to be written: 15 s by default.
@@ -65,8 +67,7 @@ def sound(results: dict[str, list[dict]], name: str) -> list[dict]:
     return results[name]
 
 
-@lanes("h200x2")
-def test_nccl_groups_have_the_contract_timeout(lane: Lane, results, row) -> None:
+def test_nccl_groups_have_the_contract_timeout(results, row) -> None:
     """Read back from ProcessGroupNCCL, not the default since torch 2.15; each group is bound to its rank's GPU."""
     ranks = sound(results, "facts")
     row(
@@ -82,8 +83,7 @@ def test_nccl_groups_have_the_contract_timeout(lane: Lane, results, row) -> None
         assert (one["class"], one["bound"]) == ("ProcessGroupNCCL", f"cuda:{rank}")
 
 
-@lanes("h200x2")
-def test_sequence_numbers_agree_between_ranks(lane: Lane, results, row) -> None:
+def test_sequence_numbers_agree_between_ranks(results, row) -> None:
     """Each group counts its collectives alike on all ranks."""
     first, *others = sound(results, "facts")
     row(
@@ -100,7 +100,6 @@ def test_sequence_numbers_agree_between_ranks(lane: Lane, results, row) -> None:
         assert one["sum"] == float(len(results["facts"])) ** sum(COLLECTIVES.values())
 
 
-@lanes("h200x2")
 def test_traces_number_collectives_alike_on_all_ranks(lane: Lane, row) -> None:
     """Since torch 2.12 a trace has the number of each collective, by which the traces of ranks can be joined."""
     results = run_shared({"trace": {"program": "traced_numbers"}}, lane.device)
@@ -129,9 +128,8 @@ def test_traces_number_collectives_alike_on_all_ranks(lane: Lane, row) -> None:
         assert all(len({*numbers}) == len(numbers) for numbers in first.values())
 
 
-@lanes("h200x2")
 @planted("C23", "a group whose timeout is shorter than one rank's compilation")
-def test_late_rank_is_waited_for(lane: Lane, results, logs: Path, row) -> None:
+def test_late_rank_is_waited_for(results, logs: Path, row) -> None:
     """Under a short timeout the watchdog aborts the rank that waits, with a reason in its log."""
     ranks = results["late"]
     row(
@@ -147,9 +145,8 @@ def test_late_rank_is_waited_for(lane: Lane, results, logs: Path, row) -> None:
     assert f"Timeout(ms)={TIMED_OUT}000" in killed_by(f"{logs / 'late'}-0")
 
 
-@lanes("h200x2")
 @planted("C23", "the monitor is on, with a short heartbeat, while the watchdog is kept")
-def test_kept_watchdog_does_not_end_a_rank(lane: Lane, results, logs: Path, row) -> None:
+def test_kept_watchdog_does_not_end_a_rank(results, logs: Path, row) -> None:
     """The heartbeat is short, but the contract turns the monitor off until the warm-up has ended."""
     ranks = results["stopped"]
     row(

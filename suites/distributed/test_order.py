@@ -18,8 +18,10 @@ from launch.dist.parallel import check_identity, identity, parallelize
 from model import Hybrid, preset
 from model.config import DSAConfig, MLAConfig
 from suites.support.hybrids import build
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.planted import planted
+
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
 
 @pytest.fixture
@@ -43,8 +45,7 @@ def stage(model: Hybrid) -> tuple[int, int]:
     )
 
 
-@lanes("cpu")
-def test_parallelize_stage_order(lane: Lane, mesh: DeviceMesh, model: Hybrid, monkeypatch, row) -> None:
+def test_parallelize_stage_order(mesh: DeviceMesh, model: Hybrid, monkeypatch, row) -> None:
     """Compare the record with the state of the model at the start of each stage."""
     seen, before = [], identity(model)
     blocks = len(model.blocks)
@@ -72,8 +73,7 @@ def test_parallelize_stage_order(lane: Lane, mesh: DeviceMesh, model: Hybrid, mo
     assert all(isinstance(block, kind) for block, kind in zip(model.blocks, letters))
 
 
-@lanes("cpu")
-def test_ddp_keeps_module_names_and_types(lane: Lane, mesh: DeviceMesh, model: Hybrid, row) -> None:
+def test_ddp_keeps_module_names_and_types(mesh: DeviceMesh, model: Hybrid, row) -> None:
     """Under DDP the model is otherwise unchanged: types and names stay identical."""
     before, state = identity(model), list(model.state_dict())
     done = parallelize(model, load(), mesh, "ddp", backend="eager")
@@ -91,10 +91,9 @@ def test_ddp_keeps_module_names_and_types(lane: Lane, mesh: DeviceMesh, model: H
     assert done.order == ("build", "compile", "ddp")
 
 
-@lanes("cpu")
 @planted("C14", "a block is wrapped by torch.compile before sharding")
 @planted("C14", "FSDP2 before the regions are compiled")
-def test_parallelize_refuses_other_stage_orders(lane: Lane, mesh: DeviceMesh, model: Hybrid) -> None:
+def test_parallelize_refuses_other_stage_orders(mesh: DeviceMesh, model: Hybrid) -> None:
     before = identity(model)
 
     def wrap(model: Hybrid) -> None:
@@ -118,21 +117,19 @@ def test_parallelize_refuses_other_stage_orders(lane: Lane, mesh: DeviceMesh, mo
         parallelize(compiled, load(), mesh, "ddp")
 
 
-@lanes("cpu")
 @pytest.mark.parametrize(
     ("style", "policy"), [("fsdp2", "whole_opaque"), ("ddp", "whole_disabled"), ("fsdp1", "")]
 )
 def test_parallelize_refuses_unsupported_style_or_policy(
-    lane: Lane, mesh: DeviceMesh, model: Hybrid, style: str, policy: str
+    mesh: DeviceMesh, model: Hybrid, style: str, policy: str
 ) -> None:
     with pytest.raises(ContractError, match="ranks support ddp and fsdp2, with eager, per_block, regional"):
         parallelize(model, load(), mesh, style, policy)
     assert stage(model) == (0, 0)
 
 
-@lanes("cpu")
 @pytest.mark.parametrize("rest", [{}, {"mla": MLAConfig(16, 16, 16, 16, 16)}], ids=["grouped", "latent"])
-def test_latent_and_sparse_blocks_are_not_divided(lane: Lane, mesh: DeviceMesh, rest: dict) -> None:
+def test_latent_and_sparse_blocks_are_not_divided(mesh: DeviceMesh, rest: dict) -> None:
     """A sparse block is a grouped-query block with an indexer, whose loss needs all heads."""
     changes = {"layer_pattern": "A", "depth": 3, "dsa": DSAConfig(ranks=(1, 3), heads=2, width=8, top_k=8)}
     model = build(preset("nam12", "narrow", **changes, **rest))

@@ -26,13 +26,14 @@ from launch.step import train_step
 from model import Hybrid, HybridConfig, preset
 from model.dsa import scaled_losses
 from suites.support.child import ROOT
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.planted import planted
 from suites.support.reduce import largest
 
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
-@lanes("cpu")
-def test_retry_uses_next_batch_size_of_contract(lane: Lane) -> None:
+
+def test_retry_uses_next_batch_size_of_contract() -> None:
     assert set(MEMORY) < set(load_retry().errors)
     for reason in MEMORY:
         again = {RETRY: "1", REASON: reason}
@@ -70,9 +71,8 @@ def after(step) -> tuple[Tensor, Tensor]:
     return loss, before - torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@lanes("cpu")
 @planted("C25", "parts weighted alike, and a batch that shrinks with the device's")
-def test_split_batch_step_equals_full_step(lane: Lane, row) -> None:
+def test_split_batch_step_equals_full_step(row) -> None:
     whole = after(train_step)
     bos = dense().config.bos_id
     split = {
@@ -103,9 +103,8 @@ def test_split_batch_step_equals_full_step(lane: Lane, row) -> None:
         assert float((gradient - whole[1]).abs().max()) > 1e-3, fault.__name__
 
 
-@lanes("cpu")
 @pytest.mark.parametrize("rows", [8, 4])
-def test_step_clears_its_gradients(lane: Lane, rows: int) -> None:
+def test_step_clears_its_gradients(rows: int) -> None:
     """Gradients that are left would be added to those of the next step."""
     model = dense()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -124,8 +123,7 @@ def sparse_config() -> HybridConfig:
     return config.with_(layer_pattern="AM", depth=2, dsa=replace(config.dsa, ranks=(1,)))
 
 
-@lanes("cpu")
-def test_split_step_takes_the_indexers_loss_once(lane: Lane) -> None:
+def test_split_step_takes_the_indexers_loss_once() -> None:
     """Each part adds the gradient of a mean over its own tokens, which does not follow the loss of the model."""
 
     def gradients(scaled: bool, rows: int) -> dict[str, Tensor]:
@@ -147,8 +145,7 @@ def test_split_step_takes_the_indexers_loss_once(lane: Lane) -> None:
         assert torch.allclose(gradient, factor * whole[name], rtol=1e-3, atol=1e-9), name
 
 
-@lanes("cpu")
-def test_split_batch_of_sparse_attention_compiles_once(lane: Lane, restored_dynamo) -> None:
+def test_split_batch_of_sparse_attention_compiles_once(restored_dynamo) -> None:
     """The weight of the indexer's loss is a constant of the graph: the warm-up has that of a part, too."""
     config = sparse_config()
     compiled = []
@@ -163,8 +160,7 @@ def test_split_batch_of_sparse_attention_compiles_once(lane: Lane, restored_dyna
     assert compiled[0] == compiled[1] > 1
 
 
-@lanes("cpu")
-def test_trainer_gives_each_part_its_share_of_the_loss(lane: Lane) -> None:
+def test_trainer_gives_each_part_its_share_of_the_loss() -> None:
     config = sparse_config()
     source = SyntheticBatches(config.vocab_size, 4, 32, 0, config.bos_id)
     run = train.Trainer(config, train.TrainingPlan(1, policy="eager"), source, rows=2)
@@ -200,8 +196,7 @@ raise SystemExit(code)
 SMALL = ["--smoke", "--policy", "eager", "--tokens", "16", "--batch", "8", "--steps", "2"]
 
 
-@lanes("cpu")
-def test_out_of_memory_retry_uses_smaller_device_batch(lane: Lane, tmp_path: Path, row) -> None:
+def test_out_of_memory_retry_uses_smaller_device_batch(tmp_path: Path, row) -> None:
     """A real second process: 8 rows per step as before, 4 at a time, under the same contract, with one reset."""
     log = tmp_path / "log"
     given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -233,9 +228,8 @@ def test_out_of_memory_retry_uses_smaller_device_batch(lane: Lane, tmp_path: Pat
     assert None not in second["variables"].values()
 
 
-@lanes("cpu")
 @planted("C21", "auto-fit resets the compiler for each candidate")
-def test_extra_compiler_resets_are_counted(lane: Lane, restored_dynamo, monkeypatch, capsys) -> None:
+def test_extra_compiler_resets_are_counted(restored_dynamo, monkeypatch, capsys) -> None:
     """By the counter of the row above: 1 in a retry, 3 if trying a batch resets, too."""
     resets = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))

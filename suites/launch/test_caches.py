@@ -25,8 +25,10 @@ from launch.environment import RUN, child_environment, run_caches
 from launch.train import main
 from suites.launch.conftest import Checkout, Launcher
 from suites.support.child import ROOT
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.planted import planted
+
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
 FILES = 200
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
@@ -50,11 +52,8 @@ def small_disk(place: Path, kib: int, fill: bool = False) -> tuple[str, ...]:
     return (*NAMESPACE, "sh", "-c", script, str(place))
 
 
-@lanes("cpu")
 @pytest.mark.parametrize("variable", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
-def test_full_disk_has_its_own_exit_code(
-    lane: Lane, launcher: Launcher, tmp_path: Path, variable: str
-) -> None:
+def test_full_disk_has_its_own_exit_code(launcher: Launcher, tmp_path: Path, variable: str) -> None:
     """5 if a write finds no space; 3 if the disk is writable but smaller than the contract requires."""
     place = tmp_path / "disk"
     full = launcher({variable: str(place)}, wrapper=small_disk(place, 256, fill=True))
@@ -66,9 +65,8 @@ def test_full_disk_has_its_own_exit_code(
     assert variable in small.line
 
 
-@lanes("cpu")
 @planted("C19", "a disk that fills while compiling")
-def test_disk_full_while_compiling(lane: Lane, checkout: Checkout, tmp_path: Path, row) -> None:
+def test_disk_full_while_compiling(checkout: Checkout, tmp_path: Path, row) -> None:
     """Inductor wraps the failed write in its own error; the reported cause is the disk."""
     checkout.edit("minimum_free_bytes = 1_073_741_824", "minimum_free_bytes = 0")
     checkout.lock()
@@ -88,17 +86,15 @@ def test_disk_full_while_compiling(lane: Lane, checkout: Checkout, tmp_path: Pat
     assert "No space left on device" in run.line
 
 
-@lanes("cpu")
 @planted("C19", "a disk that fills while saving")
-def test_disk_full_while_saving(lane: Lane, checkout: Checkout, tmp_path: Path) -> None:
+def test_disk_full_while_saving(checkout: Checkout, tmp_path: Path) -> None:
     place = tmp_path / "disk"
     run = checkout.launcher("--checkpoint", str(place / "state.pt"))(wrapper=small_disk(place, 256))
     assert (run.code, run.line) == (5, "disk full: No space left on device")
     assert run.out.split() == [], "the half-written state is gone"
 
 
-@lanes("cpu")
-def test_unusable_cache_is_refused_or_made_private(lane: Lane, checkout: Checkout, tmp_path: Path) -> None:
+def test_unusable_cache_is_refused_or_made_private(checkout: Checkout, tmp_path: Path) -> None:
     (file := tmp_path / "file").touch()
     planted = {"TORCHINDUCTOR_CACHE_DIR": str(file)}
     refused = checkout.launcher()(planted)
@@ -126,8 +122,7 @@ def planted_line(planted: dict[str, str]) -> str:
     return "".join(f"{name}={value}" for name, value in planted.items())
 
 
-@lanes("cpu")
-def test_child_does_not_delete_its_parents_cache(lane: Lane) -> None:
+def test_child_does_not_delete_its_parents_cache() -> None:
     made = caches.make_private(["A_DIR"])
     root = Path(made[caches.PRIVATE])
     assert caches.own_private(str(root)) == root
@@ -141,9 +136,8 @@ def test_child_does_not_delete_its_parents_cache(lane: Lane) -> None:
     shutil.rmtree(root)
 
 
-@lanes("cpu")
 @planted("C17", "a directory whose mode bits allow what it refuses")
-def test_cache_directory_check_writes_a_file(lane: Lane, tmp_path: Path) -> None:
+def test_cache_directory_check_writes_a_file(tmp_path: Path) -> None:
     usable(tmp_path)
     assert list(tmp_path.iterdir()) == [], "the probe leaves nothing"
     (file := tmp_path / "file").touch()
@@ -165,8 +159,7 @@ def naive(source: Path, target: Path) -> None:
         shutil.copyfile(path, target / name)
 
 
-@lanes("cpu")
-def test_failed_copy_leaves_no_partial_file(lane: Lane, tmp_path: Path) -> None:
+def test_failed_copy_leaves_no_partial_file(tmp_path: Path) -> None:
     """A limit on file sizes needs no privilege: a write past it fails with EFBIG, half-way."""
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir(), target.mkdir()
@@ -186,9 +179,8 @@ def test_failed_copy_leaves_no_partial_file(lane: Lane, tmp_path: Path) -> None:
     assert 0 < (target / "large").stat().st_size < 100_000, "a copy in place is torn here, so this can fail"
 
 
-@lanes("cpu")
 @planted("C19", "other faults of the operating system, none of them a full disk")
-def test_disk_full_is_distinguished_from_other_errors(lane: Lane) -> None:
+def test_disk_full_is_distinguished_from_other_errors() -> None:
     def chained(inner: BaseException, outer: BaseException, silent: bool = False) -> BaseException:
         try:
             try:
@@ -240,9 +232,8 @@ def whole(path: Path, versions: list[Path]) -> bool:
     return any(content == version.read_bytes() for version in versions)
 
 
-@lanes("cpu")
 @planted("C20", "a torn file and a lost one")
-def test_concurrent_syncs_lose_no_file(lane: Lane, tmp_path: Path, row) -> None:
+def test_concurrent_syncs_lose_no_file(tmp_path: Path, row) -> None:
     """Both sync a new version onto a warm target, which a running job reads all the time."""
     old, new = tree(tmp_path / "old", 1), tree(tmp_path / "new", 2)
     target = tmp_path / "target"
@@ -291,8 +282,7 @@ def test_concurrent_syncs_lose_no_file(lane: Lane, tmp_path: Path, row) -> None:
     )
 
 
-@lanes("cpu")
-def test_sync_copies_only_what_differs(lane: Lane, tmp_path: Path) -> None:
+def test_sync_copies_only_what_differs(tmp_path: Path) -> None:
     source, target = tree(tmp_path / "source", 1, 6), tmp_path / "target"
     target.mkdir()
     names = sorted(caches.files(source))
@@ -331,9 +321,8 @@ def named_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path,
     return run_caches(contract)
 
 
-@lanes("cpu")
 def test_named_run_seeds_and_publishes_its_caches(
-    lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One file is in the shared directory before the run, and one in the run's own, as if it had been compiled."""
     pairs = named_run(tmp_path, monkeypatch)
@@ -349,10 +338,9 @@ def test_named_run_seeds_and_publishes_its_caches(
     assert (shared / "code").read_text() == "of this run"
 
 
-@lanes("cpu")
 @planted("C20", "a target that cannot be written, a source that changes meanwhile")
 def test_sync_refuses_unwritable_target_or_changing_source(
-    lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tree(tmp_path / "source", 1, 3)
     (file := tmp_path / "file").touch()
@@ -370,9 +358,8 @@ def test_sync_refuses_unwritable_target_or_changing_source(
     assert not list(target.rglob(f"{caches.PART}*"))
 
 
-@lanes("cpu")
 @planted("C20", "a temporary file of a compiler that vanishes, a file that another run replaces")
-def test_sync_from_a_cache_in_use(lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_from_a_cache_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs without a name compile in the shared cache, from which named runs are seeded."""
     source, target = tree(tmp_path / "source", 1, 3), tmp_path / "target"
     target.mkdir()
@@ -396,10 +383,9 @@ def test_sync_from_a_cache_in_use(lane: Lane, tmp_path: Path, monkeypatch: pytes
     assert lost(target, source) == []
 
 
-@lanes("cpu")
 @planted("C20", "a shared cache that cannot be written at the end of a training")
 def test_failed_publishing_keeps_the_result(
-    lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for shared, own in named_run(tmp_path, monkeypatch):
         own.mkdir(parents=True)

@@ -12,9 +12,11 @@ import pytest
 
 from launch import children
 from launch.children import KEPT, LINE, Child, ChildError, moved, places, run, same_place
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.planted import planted
 from suites.support.processes import eventually, gone
+
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
 SOON = 10.0  # seconds: the rule's bound for an import that fails
 # Python 3.12 and later add a suggestion.
@@ -33,9 +35,8 @@ def module(directory: Path, text: str) -> Child:
     return python("rank0", f"import sys; sys.path.insert(0, {str(directory)!r}); import model_code")
 
 
-@lanes("cpu")
 @planted("C38", "os is used and not imported, in a rank that others wait for")
-def test_import_failure_is_reported_in_seconds(lane: Lane, tmp_path: Path, row) -> None:
+def test_import_failure_is_reported_in_seconds(tmp_path: Path, row) -> None:
     broken = module(tmp_path, 'DEVICE = os.environ.get("PJRT_DEVICE")\n')
     began = time.monotonic()
     with pytest.raises(ChildError) as caught:
@@ -54,9 +55,8 @@ def test_import_failure_is_reported_in_seconds(lane: Lane, tmp_path: Path, row) 
     assert any("model_code.py" in line for line in caught.value.tail), "the traceback names the file"
 
 
-@lanes("cpu")
 @planted("C38", "a warning of torch's C++ follows the line with the reason")
-def test_warning_at_exit_does_not_hide_the_reason(lane: Lane) -> None:
+def test_warning_at_exit_does_not_hide_the_reason() -> None:
     warning = (
         "[rank0]:[W1124 17:09:27.2 ProcessGroupNCCL.cpp:1575] Warning: destroy_process_group() was not called"
     )
@@ -66,8 +66,7 @@ def test_warning_at_exit_does_not_hide_the_reason(lane: Lane) -> None:
     assert children.last_line([warning.removeprefix("[rank0]:")]) == warning.removeprefix("[rank0]:")
 
 
-@lanes("cpu")
-def test_lines_of_several_children_are_complete_and_tagged(lane: Lane, tmp_path: Path) -> None:
+def test_lines_of_several_children_are_complete_and_tagged(tmp_path: Path) -> None:
     """Standard output and error of four children at once: 2000 lines, each with its own tag, none torn or lost."""
     program = "import sys\nfor i in range(250): print('out', i); print('err', i, file=sys.stderr)"
     names = [f"rank{n}" for n in range(4)]
@@ -81,8 +80,7 @@ def test_lines_of_several_children_are_complete_and_tagged(lane: Lane, tmp_path:
     assert len(lines) == 2000
 
 
-@lanes("cpu")
-def test_child_output_uses_bounded_memory(lane: Lane, tmp_path: Path) -> None:
+def test_child_output_uses_bounded_memory(tmp_path: Path) -> None:
     """64 MiB, half of it one line without an end, pass through in less than 4 MiB of memory."""
     program = (
         "import sys; w = sys.stdout.write\n"
@@ -103,8 +101,7 @@ def test_child_output_uses_bounded_memory(lane: Lane, tmp_path: Path) -> None:
     assert (tmp_path / "log").stat().st_size > 64 << 20
 
 
-@lanes("cpu")
-def test_no_process_outlives_the_call(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_outlives_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that ignores SIGTERM, and one that has ended but left a process holding its pipe."""
     monkeypatch.setattr(children, "GRACE", 0.5)
     leaves = (
@@ -119,8 +116,7 @@ def test_no_process_outlives_the_call(lane: Lane, monkeypatch: pytest.MonkeyPatc
     assert gone(int(caught.value.tail[0]))
 
 
-@lanes("cpu")
-def test_children_that_ignore_a_signal_end_together(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_that_ignore_a_signal_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six of them are killed two seconds after the first request, not one after the other."""
     monkeypatch.setattr(children, "GRACE", 2.0)
     started = time.monotonic()
@@ -129,8 +125,7 @@ def test_children_that_ignore_a_signal_end_together(lane: Lane, monkeypatch: pyt
     assert time.monotonic() - started < 9
 
 
-@lanes("cpu")
-def test_child_failure_is_reported_in_one_line(lane: Lane) -> None:
+def test_child_failure_is_reported_in_one_line() -> None:
     dies = "import os, signal; print('step 3', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     chained = "try: 1 / 0\nexcept Exception as e: raise RuntimeError('no\\nsecond line') from e"
     for program, line in (
@@ -146,8 +141,7 @@ def test_child_failure_is_reported_in_one_line(lane: Lane) -> None:
         run([python("a", HANGS), Child("b", ["/no/such/program"])], seconds=60)
 
 
-@lanes("cpu")
-def test_cause_among_failed_ranks_is_reported(lane: Lane) -> None:
+def test_cause_among_failed_ranks_is_reported() -> None:
     """A rank that loses another one ends with 1 or is aborted as well, before it or after it."""
     lost, aborted, cause = "raise SystemExit(1)", "import os; os.abort()", "raise SystemExit(5)"
     for first, second, line in (
@@ -174,9 +168,8 @@ def linked(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "real", tmp_path / "link"
 
 
-@lanes("cpu")
 @planted("C38", "only one side of a comparison is resolved")
-def test_paths_are_resolved_on_both_sides(lane: Lane, linked: tuple[Path, Path], row) -> None:
+def test_paths_are_resolved_on_both_sides(linked: tuple[Path, Path], row) -> None:
     real, link = linked
     pairs = [(real / name, link / name) for name in ("checkout", "venv", "venv/bin/python")]
     sides = [(a, b) for pair in pairs for a, b in (pair, pair[::-1])]
@@ -193,10 +186,7 @@ def test_paths_are_resolved_on_both_sides(lane: Lane, linked: tuple[Path, Path],
     assert not same_place(real / "checkout", real / "venv")
 
 
-@lanes("cpu")
-def test_child_of_another_installation_is_reported(
-    lane: Lane, linked: tuple[Path, Path], monkeypatch
-) -> None:
+def test_child_of_another_installation_is_reported(linked: tuple[Path, Path], monkeypatch) -> None:
     """Two venvs link one interpreter: compared by its resolved path they would be the same."""
     real, link = linked
     assert same_place(real / "venv/bin/python", sys.executable)
@@ -207,9 +197,8 @@ def test_child_of_another_installation_is_reported(
     assert line.startswith("the child's environment is ")
 
 
-@lanes("cpu")
 @planted("C38", "a log on a full disk")
-def test_child_outlives_a_log_on_a_full_disk(lane: Lane, capsys) -> None:
+def test_child_outlives_a_log_on_a_full_disk(capsys) -> None:
     """The output is read on: else the pipe closes, and the child fails at its next line."""
     program = "import time\nfor i in range(5): print(i); time.sleep(0.05)"
     tails = run([python("rank0", program)], seconds=60, log=Path("/dev/full"))
@@ -217,16 +206,14 @@ def test_child_outlives_a_log_on_a_full_disk(lane: Lane, capsys) -> None:
     assert capsys.readouterr().err == "rank0: lines are lost: /dev/full: No space left on device\n"
 
 
-@lanes("cpu")
-def test_last_line_of_a_child_is_not_split(lane: Lane, tmp_path: Path) -> None:
+def test_last_line_of_a_child_is_not_split(tmp_path: Path) -> None:
     """A run's summary may be longer than LINE, and its reader expects one JSON line."""
     program = f"print('a'); print('b' * {3 * LINE + 5})"
     assert run([python("rank0", program)], seconds=60)["rank0"] == ("a", "b" * (3 * LINE + 5))
 
 
-@lanes("cpu")
 @planted("C38", "torch's own tag before the lines of a rank")
-def test_tag_of_torch_is_not_repeated(lane: Lane, tmp_path: Path) -> None:
+def test_tag_of_torch_is_not_repeated(tmp_path: Path) -> None:
     """With a process group, torch begins each line of a rank's traceback and log with the rank."""
     lines = ["[rank0]: Traceback (most recent call last):", "[rank0]:   File 'a'", "[rank0]: ValueError: b"]
     program = f"for line in {lines}: print(line)\nprint('[rank0]:[W1124 17:09:27.2 x.cpp:1] c'); raise SystemExit(1)"

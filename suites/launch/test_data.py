@@ -33,8 +33,10 @@ from launch.data import (
 )
 from model.hybrid import documents, next_token_targets
 from suites.support.child import ROOT
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.planted import planted
+
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
 CORPUS = ROOT / "fixtures" / "corpus"
 
@@ -59,7 +61,6 @@ def lengths_file(folder: Path, lengths: list[int]) -> TokenFile:
     return TokenFile(written(folder, ids))
 
 
-@lanes("cpu")
 @pytest.mark.parametrize(
     ("ids", "fields", "message"),
     [
@@ -80,15 +81,14 @@ def lengths_file(folder: Path, lengths: list[int]) -> TokenFile:
     ],
 )
 def test_broken_token_file_is_refused_in_one_line(
-    lane: Lane, tmp_path: Path, ids: list[int], fields: dict, message: str
+    tmp_path: Path, ids: list[int], fields: dict, message: str
 ) -> None:
     path = written(tmp_path, ids, **fields)
     with pytest.raises(DataError, match=rf"^[^\n]*{message}[^\n]*$"):
         TokenFile(path)
 
 
-@lanes("cpu")
-def test_missing_data_parts_are_refused_in_one_line(lane: Lane, tmp_path: Path) -> None:
+def test_missing_data_parts_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"0 receipts \(\*\.json\)"):
         TokenFile(tmp_path)
     path = written(tmp_path, [2, 9, 2, 9])
@@ -110,25 +110,18 @@ def test_missing_data_parts_are_refused_in_one_line(lane: Lane, tmp_path: Path) 
         TokenFile(tmp_path)
 
 
-@lanes("cpu")
-def test_documents_are_found_in_all_chunks_of_a_file(
-    lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_are_found_in_all_chunks_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.data.CHUNK", 4)
     assert lengths_file(tmp_path, [3, 10, 4]).starts.tolist() == [0, 3, 13]
 
 
-@lanes("cpu")
-def test_uint32_token_ids_are_read(lane: Lane, tmp_path: Path) -> None:
+def test_uint32_token_ids_are_read(tmp_path: Path) -> None:
     raw = np.array([2, 70_000, 2, 9], np.uint32).tobytes()
     file = TokenFile(written(tmp_path, [0] * 4, raw, dtype="uint32", vocab_size=131_072))
     assert next(PackedBatches(file, 1, 4, 0)).sort().values.tolist() == [[2, 2, 9, 70_000]]
 
 
-@lanes("cpu")
-def test_parquet_without_pyarrow_names_the_command(
-    lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parquet_without_pyarrow_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=r"^[^\n]*pip install pyarrow$"):
@@ -157,10 +150,7 @@ def fake_pyarrow(columns: dict[str, list[np.ndarray]]) -> dict[str, ModuleType]:
     return {"pyarrow": package, "pyarrow.parquet": parquet}
 
 
-@lanes("cpu")
-def test_parquet_documents_are_read_end_to_end(
-    lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parquet_documents_are_read_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, [2, 9, 9, 2, 7], name="t.parquet")
     batches = [np.array([2, 9, 9]), np.array([2, 7])]
     for name, module in fake_pyarrow({"tokens": batches}).items():
@@ -196,8 +186,7 @@ def pieces_of(rows: Tensor) -> Counter[tuple[int, int]]:
     return found
 
 
-@lanes("cpu")
-def test_epoch_holds_every_document_once(lane: Lane, tmp_path: Path) -> None:
+def test_epoch_holds_every_document_once(tmp_path: Path) -> None:
     """Short documents are not cut; one of 25 in rows of 10 becomes 10 + 10 + 7, each piece after its own BOS."""
     lengths = [3, 10, 4, 25, 6, 7, 2, 9]
     batches = PackedBatches(lengths_file(tmp_path, lengths), 1, 10, seed=0)
@@ -213,8 +202,7 @@ def test_epoch_holds_every_document_once(lane: Lane, tmp_path: Path) -> None:
     )
 
 
-@lanes("cpu")
-def test_best_fit_packs_tighter_than_first_come(lane: Lane, tmp_path: Path) -> None:
+def test_best_fit_packs_tighter_than_first_come(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(2, 60, (400,), generator=generator).tolist()
     padding = {}
@@ -227,8 +215,7 @@ def test_best_fit_packs_tighter_than_first_come(lane: Lane, tmp_path: Path) -> N
     assert padding[64] < 0.02 < 0.2 < padding[1]
 
 
-@lanes("cpu")
-def test_padding_has_no_targets(lane: Lane, tmp_path: Path) -> None:
+def test_padding_has_no_targets(tmp_path: Path) -> None:
     """BOS as padding: documents of one token, without targets, which nothing attends to."""
     ids = next(PackedBatches(lengths_file(tmp_path, [5, 5, 5]), 1, 8, seed=0))
     assert ids[0].tolist()[5:] == [BOS] * 3
@@ -237,8 +224,7 @@ def test_padding_has_no_targets(lane: Lane, tmp_path: Path) -> None:
     assert next_token_targets(ids, doc_ids)[0].tolist() == [*ids[0, 1:5].tolist(), -1, -1, -1, -1]
 
 
-@lanes("cpu")
-def test_order_depends_on_seed_and_epoch_only(lane: Lane) -> None:
+def test_order_depends_on_seed_and_epoch_only() -> None:
     file = TokenFile(CORPUS)
     a, b, c = (PackedBatches(file, 4, 64, seed) for seed in (0, 0, 1))
     first = [next(a) for _ in range(3)]
@@ -250,9 +236,8 @@ def test_order_depends_on_seed_and_epoch_only(lane: Lane) -> None:
     assert orders[0] != orders[1]
 
 
-@lanes("cpu")
 @pytest.mark.parametrize(("before", "epoch"), [(5, 0), (70, 1)])
-def test_stream_resumes_where_it_was(lane: Lane, before: int, epoch: int, tmp_path: Path) -> None:
+def test_stream_resumes_where_it_was(before: int, epoch: int, tmp_path: Path) -> None:
     """Through JSON, in the middle of the first or a later epoch and across its end; a different packing is rejected."""
     file = lengths_file(tmp_path, [3, 10, 4, 25, 6, 7, 2, 9] * 20)
     stream = PackedBatches(file, 2, 10, seed=3)
@@ -274,8 +259,7 @@ def test_stream_resumes_where_it_was(lane: Lane, before: int, epoch: int, tmp_pa
         PackedBatches(lengths_file(tmp_path / "other", [3, 10]), 2, 10, seed=3).load_state_dict(state)
 
 
-@lanes("cpu")
-def test_synthetic_stream_draws_and_resumes(lane: Lane) -> None:
+def test_synthetic_stream_draws_and_resumes() -> None:
     stream, again = (SyntheticBatches(512, 2, 8, seed=3) for _ in range(2))
     first, second = next(stream), next(stream)
     assert not torch.equal(first, second)
@@ -285,8 +269,7 @@ def test_synthetic_stream_draws_and_resumes(lane: Lane) -> None:
     assert torch.equal(next(again), next(stream))
 
 
-@lanes("cpu")
-def test_ranks_share_no_document(lane: Lane, tmp_path: Path) -> None:
+def test_ranks_share_no_document(tmp_path: Path) -> None:
     file = lengths_file(tmp_path, [4] * 30)
     seen = []
     for rank in range(3):
@@ -296,9 +279,8 @@ def test_ranks_share_no_document(lane: Lane, tmp_path: Path) -> None:
     assert len(set.union(*seen)) == 30
 
 
-@lanes("cpu")
 @planted("X13", "a generator without a receipt")
-def test_receipts_describe_the_data(lane: Lane) -> None:
+def test_receipts_describe_the_data() -> None:
     file = TokenFile(CORPUS)
     packed = receipt(PackedBatches(file, 4, 64, 0))
     assert packed["kind"] == "tokens"
@@ -309,8 +291,7 @@ def test_receipts_describe_the_data(lane: Lane) -> None:
         receipt(torch.randint(512, (4, 64)) for _ in range(3))
 
 
-@lanes("cpu")
-def test_corpus_decodes_to_its_source(lane: Lane, row) -> None:
+def test_corpus_decodes_to_its_source(row) -> None:
     """The token file decodes to source.txt, and its writer finds nothing to change."""
     file = TokenFile(CORPUS)
     parts = np.split(np.asarray(file.ids), file.starts[1:])
@@ -325,8 +306,7 @@ def test_corpus_decodes_to_its_source(lane: Lane, row) -> None:
     row("launch/corpus/bytes", size, unit="bytes", witness=len(texts), rule="X13", at_most=400_000)
 
 
-@lanes("cpu")
-def test_corpus_writer_detects_a_stale_file(lane: Lane, tmp_path: Path) -> None:
+def test_corpus_writer_detects_a_stale_file(tmp_path: Path) -> None:
     """One changed byte of the source, in a copy of the writer's input."""
     for name in ("launch", "model", "kernels", "fixtures"):
         (tmp_path / name).symlink_to(ROOT / name) if name != "fixtures" else (tmp_path / name).mkdir()
@@ -341,9 +321,8 @@ def test_corpus_writer_detects_a_stale_file(lane: Lane, tmp_path: Path) -> None:
     assert "stale: tokens.bin, tokens.json" in done.stdout
 
 
-@lanes("cpu")
 @planted("X13", "an empty document among long ones")
-def test_every_row_has_a_target(lane: Lane, tmp_path: Path) -> None:
+def test_every_row_has_a_target(tmp_path: Path) -> None:
     """No other piece fits behind an empty document; its row alone would have the loss NaN (a rank, or --rows 1)."""
     batches = PackedBatches(lengths_file(tmp_path, [10] * 5 + [1] + [10] * 5), 1, 10, seed=0)
     assert all(bool((next(batches)[0, 1:] != BOS).any()) for _ in range(40))

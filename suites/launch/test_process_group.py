@@ -31,8 +31,10 @@ from launch.warmup import MONITORING, Start, WarmUp, load_warmup
 from model import Hybrid, preset
 from suites.support.child import ROOT
 from suites.support.instruments import group_timeout
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.planted import planted
+
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
 EXPECTED_SECONDS = 7200.0
 AGAIN = {RETRY: "1", REASON: "cuda_out_of_memory"}
@@ -51,9 +53,8 @@ def no_group_left() -> Iterator[None]:
     dist.set_debug_level(level)
 
 
-@lanes("cpu")
 @planted("C23", "a further group is made without a timeout")
-def test_every_group_has_the_contract_timeout(lane: Lane, canaries, row) -> None:
+def test_every_group_has_the_contract_timeout(canaries, row) -> None:
     canaries("group_timeout")
     contract = load()
     start(contract, load_retry(), "gloo", given={}, **alone())
@@ -92,17 +93,15 @@ print(found)
 """
 
 
-@lanes("cpu")
-def test_environment_variable_sets_no_timeout(lane: Lane) -> None:
+def test_environment_variable_sets_no_timeout() -> None:
     """A property of torch that the contract relies on, not a fault of ours: set before the start, and set late."""
     given = {**os.environ, "TORCH_DISTRIBUTED_DEFAULT_TIMEOUT": "55", "PYTHONPATH": str(ROOT)}
     tail = run([Child("rank0", [sys.executable, "-c", INERT], given)], seconds=120)["rank0"]
     assert json.loads(tail[-1]) == [1800.0, 1800.0]
 
 
-@lanes("cpu")
 @planted("C23", "NCCL's variables exported without LOCAL_RANK")
-def test_nccl_variables_are_set_iff_local_rank(lane: Lane, row) -> None:
+def test_nccl_variables_are_set_iff_local_rank(row) -> None:
     """By LOCAL_RANK alone: schedulers set RANK and WORLD_SIZE in single-process jobs, too."""
     contract = load()
     variables = set(contract.rank_variables)
@@ -128,9 +127,8 @@ def test_nccl_variables_are_set_iff_local_rank(lane: Lane, row) -> None:
             check(contract, careless)
 
 
-@lanes("cpu")
 @planted("C23", "monitoring is set after the groups that should have it")
-def test_monitoring_is_on_before_the_run_groups_start(lane: Lane, monkeypatch, row) -> None:
+def test_monitoring_is_on_before_the_run_groups_start(monkeypatch, row) -> None:
     contract, retry, value = load(), load_retry(), load_warmup().monitoring
     monkeypatch.setenv(MONITORING, contract.rank_variables[MONITORING])
     start(contract, retry, "gloo", given={}, **alone())
@@ -164,9 +162,8 @@ def test_monitoring_is_on_before_the_run_groups_start(lane: Lane, monkeypatch, r
     assert seen[-1][0] == "0", "set after it, the group is made without monitoring"
 
 
-@lanes("cpu")
 @planted("C23", "the monitor is on for groups under which the first steps compile")
-def test_monitoring_waits_for_a_warm_up(lane: Lane, monkeypatch) -> None:
+def test_monitoring_waits_for_a_warm_up(monkeypatch) -> None:
     """If the contract skips the warm-up, the compilation is still to come: the groups stay unmonitored."""
     contract, retry, table = load(), load_retry(), load_warmup()
     compiles_in_steps = Start("cuda", regional=True, moe=True)
@@ -191,9 +188,8 @@ def test_monitoring_waits_for_a_warm_up(lane: Lane, monkeypatch) -> None:
     assert sequence(careless, compiles_in_steps)[1][-1] == "1", "without the table they would be monitored"
 
 
-@lanes("cpu")
 @planted("C25", "the retry keeps the process's own DETAIL")
-def test_patch_2_lowers_the_debug_level_in_the_process(lane: Lane, monkeypatch, row) -> None:
+def test_patch_2_lowers_the_debug_level_in_the_process(monkeypatch, row) -> None:
     """The value that C++ read at import outlives a changed environment; with DETAIL each group creates a second one."""
     contract, retry, made = load(), load_retry(), {}
     for case in ("first", "retry", "unpatched"):
@@ -217,8 +213,7 @@ def test_patch_2_lowers_the_debug_level_in_the_process(lane: Lane, monkeypatch, 
     assert made == {"first": (2, "DETAIL"), "retry": (1, "INFO"), "unpatched": (2, "DETAIL")}
 
 
-@lanes("cpu")
-def test_patch_2_keeps_other_debug_levels(lane: Lane) -> None:
+def test_patch_2_keeps_other_debug_levels() -> None:
     for level, given, after in (("OFF", AGAIN, "OFF"), ("INFO", AGAIN, "INFO"), ("DETAIL", {}, "DETAIL")):
         dist.set_debug_level(dist.DebugLevel.__members__[level])
         quiet_process(load_retry(), given)
@@ -245,9 +240,8 @@ def lazily(retry, device: str, reason: str | None, expert_parallel: bool) -> boo
     return seen["device_id"] is None
 
 
-@lanes("cpu")
 @planted("C25", "the retry's group is eager")
-def test_patch_3_makes_retry_groups_lazy(lane: Lane, monkeypatch, row) -> None:
+def test_patch_3_makes_retry_groups_lazy(monkeypatch, row) -> None:
     """The contract's reading (every retry on CUDA), and the other one in the sources (listed errors only)."""
     retry = load_retry()
     right = {
@@ -315,9 +309,8 @@ print(json.dumps({
 """
 
 
-@lanes("cpu")
 @planted("C25", "an expert-parallel retry waits at the bootstrap barrier")
-def test_patch_4_no_barrier_for_expert_parallelism(lane: Lane, tmp_path: Path, row) -> None:
+def test_patch_4_no_barrier_for_expert_parallelism(tmp_path: Path, row) -> None:
     program = [sys.executable, "-c", BARRIER, str(tmp_path)]
     tail = run([Child("ranks", program, {**os.environ, "PYTHONPATH": str(ROOT)})], seconds=180)["ranks"]
     found = json.loads(tail[-1])
@@ -375,9 +368,8 @@ print(json.dumps({"contract": finish("contract"), "on": finish("on", enable_comp
 """
 
 
-@lanes("cpu")
 @planted("C5", "compiler collectives are on")
-def test_ranks_with_skewed_shapes_finish(lane: Lane, tmp_path: Path, row) -> None:
+def test_ranks_with_skewed_shapes_finish(tmp_path: Path, row) -> None:
     """Exit codes are ten times the number of graphs: the ranks did compile differently."""
     program = [sys.executable, "-c", SKEWED, str(tmp_path)]
     tail = run([Child("ranks", program, {**os.environ, "PYTHONPATH": str(ROOT)})], seconds=180)["ranks"]
@@ -395,8 +387,7 @@ def test_ranks_with_skewed_shapes_finish(lane: Lane, tmp_path: Path, row) -> Non
     assert not any(code >= 10 for code in codes["on"])
 
 
-@lanes("cpu")
-def test_averaged_buffers_keep_float64(lane: Lane) -> None:
+def test_averaged_buffers_keep_float64() -> None:
     """The mean over one rank is the buffer itself, in the precision of the training."""
     dist.init_process_group("gloo", **alone())
     model = Hybrid(preset("nam12", "narrow", bias_rate=0.01)).double()

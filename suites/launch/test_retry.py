@@ -26,9 +26,11 @@ from launch.contract import ContractError
 from launch.environment import RETRY, RUN
 from launch.retry import BEGUN, DEBUG, REASON, Stall, failure, load_retry, main, passed, relaunch, supervise
 from suites.support.child import ROOT
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.planted import planted
 from suites.support.processes import eventually, gone
+
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
 # Every child here first writes a file per launch with the environment that it was started with.
 RECORD_ENVIRONMENT = """
@@ -91,9 +93,8 @@ def a_line_of_each_class() -> dict[str, str]:
     return found
 
 
-@lanes("cpu")
 @planted("C25", "an error that is not listed")
-def test_only_listed_errors_are_retried(lane: Lane, launches: Launches, row) -> None:
+def test_only_listed_errors_are_retried(launches: Launches, row) -> None:
     """Every alerting class of the log, each printed by a real child that fails."""
     lines, again = a_line_of_each_class(), set()
     listed = set(load_retry().errors)
@@ -118,9 +119,8 @@ def test_only_listed_errors_are_retried(lane: Lane, launches: Launches, row) -> 
         assert len(launches.started) == 1
 
 
-@lanes("cpu")
 @planted("C25", "a retry that is retried without end")
-def test_failed_launch_is_retried_once(lane: Lane, launches: Launches, monkeypatch, capsys, row) -> None:
+def test_failed_launch_is_retried_once(launches: Launches, monkeypatch, capsys, row) -> None:
     assert launches(fails(OOM, code=9)) == 9
     row(
         "launch/retry/launches_of_a_lasting_error",
@@ -144,11 +144,8 @@ def test_failed_launch_is_retried_once(lane: Lane, launches: Launches, monkeypat
     assert len(launches.started) == 5, "more often if the contract allows it: the row can fail"
 
 
-@lanes("cpu")
 @planted("C25", "the retry inherits DETAIL")
-def test_patch_1_lowers_the_debug_level_in_the_environment(
-    lane: Lane, launches: Launches, monkeypatch, row
-) -> None:
+def test_patch_1_lowers_the_debug_level_in_the_environment(launches: Launches, monkeypatch, row) -> None:
     """Read from /proc: the environment that the new process was started with, not what it set itself."""
     levels = {}
     for given, after in (
@@ -177,9 +174,8 @@ def test_patch_1_lowers_the_debug_level_in_the_environment(
     assert launches.started[1][DEBUG] == "DETAIL"
 
 
-@lanes("cpu")
 @planted("C25", "a run that fails after its first steps is restarted")
-def test_training_past_its_first_steps_is_not_retried(lane: Lane, launches: Launches, row) -> None:
+def test_training_past_its_first_steps_is_not_retried(launches: Launches, row) -> None:
     last = load_retry().last_step
 
     def count(steps: int, last_step: int = last) -> int:
@@ -208,8 +204,7 @@ def test_training_past_its_first_steps_is_not_retried(lane: Lane, launches: Laun
 TRACE = "Traceback (most recent call last):"
 
 
-@lanes("cpu")
-def test_last_traceback_decides_the_failure(lane: Lane) -> None:
+def test_last_traceback_decides_the_failure() -> None:
     survived = [
         TRACE,
         '  File "a.py", line 1, in f',
@@ -225,8 +220,7 @@ def test_last_traceback_decides_the_failure(lane: Lane) -> None:
     assert failure(both)[0] == "disk_full", "the first class of the contract has a line that two would have"
 
 
-@lanes("cpu")
-def test_invalid_retry_table_is_refused(lane: Lane, tmp_path: Path) -> None:
+def test_invalid_retry_table_is_refused(tmp_path: Path) -> None:
     text = contracts.PATH.read_text()
     for old, new, words in (
         (
@@ -264,8 +258,7 @@ dist.destroy_process_group()
 )
 
 
-@lanes("cpu")
-def test_two_gloo_ranks_are_relaunched(lane: Lane, launches: Launches, capsys, row) -> None:
+def test_two_gloo_ranks_are_relaunched(launches: Launches, capsys, row) -> None:
     """The rank that hangs in its rendezvous is stopped with the other; the second launch connects and adds up."""
     assert launches(["-c", RANK], ranks=2, TORCH_DISTRIBUTED_DEBUG="DETAIL") == 0
     reports = [line.partition("]: ") for line in launches.log.read_text().splitlines() if line.endswith("}")]
@@ -285,8 +278,7 @@ def test_two_gloo_ranks_are_relaunched(lane: Lane, launches: Launches, capsys, r
     assert [env["WORLD_SIZE"] for env in second] == ["2", "2"]
 
 
-@lanes("cpu")
-def test_ranks_share_the_cores_of_the_host(lane: Lane, launches: Launches, monkeypatch) -> None:
+def test_ranks_share_the_cores_of_the_host(launches: Launches, monkeypatch) -> None:
     """Unless the environment sets the number of threads."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(9)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -299,8 +291,7 @@ def test_ranks_share_the_cores_of_the_host(lane: Lane, launches: Launches, monke
     assert ["OMP_NUM_THREADS" in env for env in launches.started] == [False]
 
 
-@lanes("cpu")
-def test_port_of_ranks_is_free_and_of_no_connection(lane: Lane, monkeypatch) -> None:
+def test_port_of_ranks_is_free_and_of_no_connection(monkeypatch) -> None:
     """Linux: a port of an outgoing connection could be taken between the choice and rank 0's store."""
     range_of_connections = Path("/proc/sys/net/ipv4/ip_local_port_range")
     if range_of_connections.exists():
@@ -312,14 +303,12 @@ def test_port_of_ranks_is_free_and_of_no_connection(lane: Lane, monkeypatch) -> 
         assert {retries.free_port() for _ in range(20)} <= {port - 1, port + 1}
 
 
-@lanes("cpu")
-def test_killed_run_exits_with_one(lane: Lane, tmp_path: Path) -> None:
+def test_killed_run_exits_with_one(tmp_path: Path) -> None:
     kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert main(["--log", str(tmp_path / "log"), "--", "-S", "-c", kill]) == 1
 
 
-@lanes("cpu")
-def test_options_reach_the_supervisor(lane: Lane, tmp_path: Path, monkeypatch) -> None:
+def test_options_reach_the_supervisor(tmp_path: Path, monkeypatch) -> None:
     found = {}
 
     def recorded(count: int, command: list[str], given: dict[str, str], **rest: object) -> int:
@@ -336,8 +325,7 @@ def test_options_reach_the_supervisor(lane: Lane, tmp_path: Path, monkeypatch) -
     }  # fmt: skip
 
 
-@lanes("cpu")
-def test_retry_command(lane: Lane, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_retry_command(tmp_path: Path, monkeypatch, capsys) -> None:
     log = ["--log", str(tmp_path / "log")]
     assert main([*log, "--", "-S", "-c", "print('done')"]) == 0
     assert main([*log, "--", "-S", "-c", "raise SystemExit(5)"]) == 5
@@ -357,9 +345,8 @@ def test_retry_command(lane: Lane, tmp_path: Path, monkeypatch, capsys) -> None:
     assert BEGUN not in os.environ
 
 
-@lanes("cpu")
 @planted("C25", "a memory error that the run recovered from, before the failure of a rank")
-def test_last_traceback_of_a_rank_decides(lane: Lane, launches: Launches) -> None:
+def test_last_traceback_of_a_rank_decides(launches: Launches) -> None:
     """torch tags the traceback of a rank that has a process group."""
     program = f"""
 import torch.distributed as dist
@@ -371,10 +358,9 @@ raise ValueError("no class knows this")
     assert len(launches.started) == 1, "launched again for an error that was not the cause"
 
 
-@lanes("cpu")
 @pytest.mark.parametrize("signals", [["HUP"], ["INT"], ["TERM"], ["TERM", "TERM"], ["KILL"]], ids="-".join)
 @planted("C25", "a closed terminal, a second stop signal, a launcher that cannot clean up")
-def test_stop_signals_leave_no_process(lane: Lane, tmp_path: Path, signals: list[str]) -> None:
+def test_stop_signals_leave_no_process(tmp_path: Path, signals: list[str]) -> None:
     """The run ignores SIGTERM, so that the second signal arrives while the launcher waits for its end."""
     wait = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(99)"
     log, numbers = tmp_path / "log", [getattr(signal, f"SIG{name}") for name in signals]
@@ -394,8 +380,7 @@ def test_stop_signals_leave_no_process(lane: Lane, tmp_path: Path, signals: list
     assert (code, ended) == (-numbers[0] if killed else 128 + numbers[0], True)
 
 
-@lanes("cpu")
-def test_ignored_stop_signal_stays_ignored(lane: Lane, tmp_path: Path) -> None:
+def test_ignored_stop_signal_stays_ignored(tmp_path: Path) -> None:
     """As under nohup."""
     program = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.5); print('done')"
     command = [
@@ -413,9 +398,8 @@ def test_ignored_stop_signal_stays_ignored(lane: Lane, tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout) == (0, "done\n")
 
 
-@lanes("cpu")
 @planted("C25", "the clock is set while a run trains, a rank that hangs")
-def test_set_clock_is_no_stall(lane: Lane, tmp_path: Path, monkeypatch) -> None:
+def test_set_clock_is_no_stall(tmp_path: Path, monkeypatch) -> None:
     """The file's time and the system's clock may differ by any amount; only a time that stays is a stall."""
     begun, now = tmp_path / "begun", [0.0]
     stall = Stall(begun, 3.0)

@@ -22,9 +22,9 @@ from launch.train import NonFiniteError, Trainer, TrainingPlan, main
 from launch.warmup import Start
 from model import HybridConfig, preset
 from suites.support.child import ROOT
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 
-pytestmark = pytest.mark.usefixtures("restored_dynamo")
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane", "restored_dynamo")]
 
 CONFIG = preset("nam12", "narrow", layer_pattern="AE", depth=2)
 B, T = 2, 16
@@ -38,8 +38,7 @@ def smoke(steps: int, config: HybridConfig = CONFIG, vocab_size: int = 0, **opti
     return Trainer(config, TrainingPlan(steps, policy="eager", **plan), source, files=files, **options)
 
 
-@lanes("cpu")
-def test_each_step_applies_its_rate_to_all_groups(lane: Lane, tmp_path: Path, monkeypatch) -> None:
+def test_each_step_applies_its_rate_to_all_groups(tmp_path: Path, monkeypatch) -> None:
     """The log states the same rate."""
     run = smoke(4, warmup=2, log=tmp_path / "log.jsonl")
     applied, step = [], run.optimizer.step
@@ -57,22 +56,19 @@ def test_each_step_applies_its_rate_to_all_groups(lane: Lane, tmp_path: Path, mo
     assert applied == [[pytest.approx(rate)] * len(run.optimizer.param_groups) for rate in logged]
 
 
-@lanes("cpu")
-def test_checkpoints_are_saved_every_n_steps(lane: Lane, monkeypatch) -> None:
+def test_checkpoints_are_saved_every_n_steps(monkeypatch) -> None:
     saved: list[int] = []
     monkeypatch.setattr(Trainer, "save", lambda run: saved.append(run.step))
     smoke(8, checkpoint_every=3).run(allow_synthetic="smoke")
     assert saved == [3, 6, 8], "and at the end"
 
 
-@lanes("cpu")
-def test_run_ends_with_its_plan(lane: Lane) -> None:
+def test_run_ends_with_its_plan() -> None:
     run = smoke(2)
     assert run.run(until=5, allow_synthetic="smoke")["step"] == 2
 
 
-@lanes("cpu")
-def test_summary_has_first_and_last_loss_and_the_rate(lane: Lane, monkeypatch) -> None:
+def test_summary_has_first_and_last_loss_and_the_rate(monkeypatch) -> None:
     """The rate counts the tokens of all steps but the first, which still compiles."""
     run = smoke(3)
     clock = iter(
@@ -85,16 +81,14 @@ def test_summary_has_first_and_last_loss_and_the_rate(lane: Lane, monkeypatch) -
     assert summary["tokens_per_second"] == 2 * B * T / (2 + 6)
 
 
-@lanes("cpu")
-def test_summary_counts_the_dropped_pairs(lane: Lane) -> None:
+def test_summary_counts_the_dropped_pairs() -> None:
     """Those of the steps, with experts too small for their tokens."""
     run = smoke(2, preset("nam12", "narrow", layer_pattern="AE", depth=2, capacity_factor=1.0))
     summary = run.run(allow_synthetic="smoke")
     assert summary["dropped_pairs"] == sum(int(block.overflow) for block in run.model.blocks[1::2]) > 0
 
 
-@lanes("cpu")
-def test_infinite_loss_stops_the_run(lane: Lane, monkeypatch) -> None:
+def test_infinite_loss_stops_the_run(monkeypatch) -> None:
     """A NaN is not the only loss that is not finite."""
     run = smoke(2)
     forward = run._forward
@@ -116,9 +110,8 @@ STARTS = {
 }
 
 
-@lanes("cpu")
 @pytest.mark.parametrize(("pattern", "policy", "style"), STARTS)
-def test_trainer_states_its_start(lane: Lane, pattern: str, policy: str, style: str, monkeypatch) -> None:
+def test_trainer_states_its_start(pattern: str, policy: str, style: str, monkeypatch) -> None:
     """The table of warm-ups (rule C30) decides by it; the device is given with its index, as for a rank."""
     stated: list[Start] = []
     monkeypatch.setattr(train, "load_warmup", lambda: SimpleNamespace(skipped=stated.append))
@@ -130,8 +123,7 @@ def test_trainer_states_its_start(lane: Lane, pattern: str, policy: str, style: 
     assert stated == [STARTS[pattern, policy, style]]
 
 
-@lanes("cpu")
-def test_seed_decides_weights_and_data(lane: Lane, capsys) -> None:
+def test_seed_decides_weights_and_data(capsys) -> None:
     weights = [smoke(1, seed=seed).model.embedding.weight for seed in (0, 0, 1)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
@@ -142,13 +134,11 @@ def test_seed_decides_weights_and_data(lane: Lane, capsys) -> None:
     assert json.loads(capsys.readouterr().out)["data"]["seed"] == 3
 
 
-@lanes("cpu")
-def test_model_may_have_more_ids_than_the_data(lane: Lane) -> None:
+def test_model_may_have_more_ids_than_the_data() -> None:
     assert smoke(1, vocab_size=CONFIG.vocab_size // 2).run(allow_synthetic="smoke")["step"] == 1
 
 
-@lanes("cpu")
-def test_failed_save_keeps_the_last_checkpoint(lane: Lane, tmp_path: Path, monkeypatch) -> None:
+def test_failed_save_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch) -> None:
     run = smoke(2, checkpoint=tmp_path / "state.pt")
     run.run(until=1, allow_synthetic="smoke")
     saved = run.checkpoint.read_bytes()
@@ -164,8 +154,7 @@ def test_failed_save_keeps_the_last_checkpoint(lane: Lane, tmp_path: Path, monke
     assert [*tmp_path.iterdir()] == [run.checkpoint]
 
 
-@lanes("cpu")
-def test_checkpoint_is_on_disk_before_it_replaces_the_last(lane: Lane, tmp_path: Path, monkeypatch) -> None:
+def test_checkpoint_is_on_disk_before_it_replaces_the_last(tmp_path: Path, monkeypatch) -> None:
     """Otherwise a machine that stops after the rename may be left with an empty file under the name."""
     run, done = smoke(1, checkpoint=tmp_path / "state.pt"), list[tuple[str, int]]()
     temporary, sync, replace = tmp_path / "state.pt.new", os.fsync, os.replace
@@ -178,8 +167,7 @@ def test_checkpoint_is_on_disk_before_it_replaces_the_last(lane: Lane, tmp_path:
     assert done == [("sync", size), ("replace", size)]
 
 
-@lanes("cpu")
-def test_resume_restores_the_random_state(lane: Lane, tmp_path: Path) -> None:
+def test_resume_restores_the_random_state(tmp_path: Path) -> None:
     """A block that draws in a step, such as dropout, must draw as in the original run; at present none does."""
     run = smoke(2, checkpoint=tmp_path / "state.pt")
     torch.rand(7)

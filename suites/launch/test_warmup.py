@@ -17,8 +17,10 @@ from launch.programs import ProgramBudgetError
 from launch.train import Trainer, TrainingPlan
 from launch.warmup import Start, WarmUp, load_warmup
 from model import preset
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.planted import planted
+
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
 BOOLEANS = (False, True)
 STARTS = [
@@ -39,8 +41,7 @@ def wrong(table: WarmUp) -> list[Start]:
     return [start for start in STARTS if (table.skipped(start) == "") != warm_up_expected(start)]
 
 
-@lanes("cpu")
-def test_warm_up_table_follows_the_rule(lane: Lane, row) -> None:
+def test_warm_up_table_follows_the_rule(row) -> None:
     table = load_warmup()
     row(
         "launch/warmup/decisions_as_the_rule",
@@ -55,9 +56,8 @@ def test_warm_up_table_follows_the_rule(lane: Lane, row) -> None:
     assert {table.skipped(start) for start in STARTS} == {"", *table.skip}, "each table decides somewhere"
 
 
-@lanes("cpu")
 @planted("C30", "the warm-up is forced where cuda, regional and MoE meet")
-def test_each_skip_table_is_needed(lane: Lane) -> None:
+def test_each_skip_table_is_needed() -> None:
     table = load_warmup()
     for name in table.skip:
         without = WarmUp({n: when for n, when in table.skip.items() if n != name}, table.monitoring)
@@ -66,8 +66,7 @@ def test_each_skip_table_is_needed(lane: Lane) -> None:
         assert not any(map(warm_up_expected, missed))
 
 
-@lanes("cpu")
-def test_invalid_warm_up_table_is_refused(lane: Lane, tmp_path: Path) -> None:
+def test_invalid_warm_up_table_is_refused(tmp_path: Path) -> None:
     text = contracts.PATH.read_text()
     for old, new, words in (
         ('when = { device = "xla" }', "when = { }", r"\[warmup.skip.xla\]: `when` names no field"),
@@ -84,9 +83,8 @@ def test_invalid_warm_up_table_is_refused(lane: Lane, tmp_path: Path) -> None:
             load_warmup(tmp_path / "contract.toml")
 
 
-@lanes("cpu")
 @planted("C12", "no warm-up, and the first step marks no axis")
-def test_first_step_replaces_the_warm_up(lane: Lane, restored_dynamo, monkeypatch, canaries, row) -> None:
+def test_first_step_replaces_the_warm_up(restored_dynamo, monkeypatch, canaries, row) -> None:
     """Without a warm-up: the same losses, and another batch compiles nothing. A step that marks none would compile."""
     canaries("graphs")
     losses, more = {}, {}
