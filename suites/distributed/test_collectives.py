@@ -87,13 +87,12 @@ def test_compiled_collectives_equal_eager(lane: Lane, results, row) -> None:
     ranks = results["collectives"]
     assert not any("error" in one for one in ranks), ranks
     programs = 2 + SpecifierSet(GROUP_ARGUMENT).contains(Version(torch.__version__).base_version)
-    row(
+    row.count(
         f"distributed/{BACKENDS[lane.device]}_2_ranks/compiled_collectives_equal_to_eager",
         sum(equal for one in ranks for equal in one["equal"].values()),
-        unit="count",
-        witness=sum(len(one["equal"]) for one in ranks),
-        rule="R1",
         expected=2 * programs,
+        seen=sum(len(one["equal"]) for one in ranks),
+        rule="R1",
         evidence=[f"rank {rank}: {one['equal']}" for rank, one in enumerate(ranks)],
     )
     for one in ranks:
@@ -115,13 +114,13 @@ def test_divergent_guards_time_out_with_a_reason(lane: Lane, results, errors: Pa
         assert reason == "ended with -6"
         reason = killed_by(f"{errors}-0")
     found = [finding.family.name for finding in classify([f"{reason}\n"]).findings]
-    row(
+    row.bound(
         "distributed/divergent_guards/reason",
         " ".join(found),
-        unit="log class",
-        witness=len(results["divergent"]),
-        rule="C5",
+        "log class",
         expected="collective_timeout",
+        seen=results["divergent"],
+        rule="C5",
         evidence=[reason],
     )
     assert "\n" not in reason
@@ -144,13 +143,12 @@ def test_flight_records_agree_between_ranks(lane: Lane, results, dumps: Path, ca
         [(e["process_group"][0], e["collective_seq_id"], e["profiling_name"]) for e in entries]
         for entries in kept
     ]
-    row(
+    row.count(
         "distributed/flight_recorder/collectives_of_one_rank_only",
         len(set(named[0]) ^ set(named[1])),
-        unit="count",
-        witness=len(named[0]),
-        rule="R1",
         expected=0,
+        seen=named[0],
+        rule="R1",
         evidence=[" ".join(map(str, entry)) for entry in named[0]],
         instruments=("flight_record",),
     )
@@ -165,13 +163,12 @@ def test_flight_record_analyzer_matches_nccl_dumps(
 ) -> None:
     """torch's own analyzer pairs the collectives of both ranks, and names the rank that lacks one."""
     found = analyzed(dumps, tmp_path)
-    row(
+    row.count(
         "distributed/flight_recorder/nccl_mismatches",
         sum(map(mismatched, found)),
-        unit="count",
-        witness=len(found),
-        rule="R1",
         expected=0,
+        seen=found,
+        rule="R1",
         evidence=[f"{one.collective_name} {one.collective_seq_id}: {one.collective_state}" for one in found],
     )
     assert len(found) == len(pickle.loads((dumps / "rank_0").read_bytes())["entries"])

@@ -53,13 +53,12 @@ def test_gradients_equal_single_process(lane: Lane, style: str, results, row) ->
     regional = results[f"{style}, regional"]
     compared = [*results[f"{style}, eager"], *regional]
     assert not any("error" in one for one in compared), compared
-    row(
+    row.count(
         f"distributed/nam12-{style}/gradients_that_differ",
         sum(one["different"] for one in compared),
-        unit="count",
-        witness=sum(one["tensors"] - one["zero"] for one in compared),
-        rule="C14",
         expected=0,
+        seen=sum(one["tensors"] - one["zero"] for one in compared),
+        rule="C14",
         evidence=[name for one in compared for name in one["names"]],
     )
     for one in regional:
@@ -91,13 +90,12 @@ def test_buffers_across_ranks(lane: Lane, results, row) -> None:
     """Each rank counts its own dropped tokens; load and bias, which are model state, are averaged after a step."""
     ours, theirs = results["buffers"], results["DDP's buffers"]
     assert not any("error" in one for one in [*ours, *theirs]), [ours, theirs]
-    row(
+    row.count(
         "distributed/nam12-ddp/overflow_of_all_ranks",
         ours[0]["total"],
-        unit="count",
-        witness=min(one["alone"] for one in ours),
-        rule="C8",
         expected=sum(one["alone"] for one in ours),
+        seen=min(one["alone"] for one in ours),
+        rule="C8",
         evidence=[f"rank {rank}: {one}" for rank, one in enumerate(ours)],
     )
     for one in ours:
@@ -115,13 +113,13 @@ def test_muon_over_a_mesh_equals_single_process(lane: Lane, results, row) -> Non
     whole, own = results["muon"], results["muon, own rows"]
     assert not any("error" in one for one in [*whole, *own]), [whole, own]
     apart = [largest(one["apart"].values()) for one in whole]
-    row(
+    row.bound(
         "distributed/nam12-fsdp2-muon/weight_difference",
         largest(apart),
-        unit="weight",
-        witness=sum(len(one["apart"]) for one in whole),
-        rule="C14",
+        "weight",
         at_most=MUON_DIFFERENCE,
+        seen=sum(len(one["apart"]) for one in whole),
+        rule="C14",
         evidence=[f"rank {rank}: farthest {name_of_largest(one['apart'])}" for rank, one in enumerate(whole)],
     )
     for one in [*whole, *own]:

@@ -20,8 +20,10 @@ from launch.retry import REASON, supervise
 from suites.distributed.ranks import run_shared
 from suites.distributed.training import CORPUS
 from suites.support.child import ROOT
-from suites.support.lanes import Lane
+from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
+
+pytestmark = [lanes("cpu", "h200x2"), pytest.mark.usefixtures("lane")]
 
 # launch.train, in which the rank of the fault stops, dies or finds a full disk after step 3.
 FAULTY = """
@@ -33,8 +35,6 @@ environment.enter()
 fault, place = sys.argv[1], Path(sys.argv[2])
 Path(place, f"pid-{os.getpid()}").touch()
 from launch import train
-
-pytestmark = [lanes("cpu", "h200x2"), pytest.mark.usefixtures("lane")]
 
 after = train.Trainer._after
 
@@ -91,13 +91,13 @@ def test_failing_rank_ends_training(lane: Lane, fault: str, tmp_path: Path, caps
     seconds = time.monotonic() - began
     lines = capsys.readouterr().err.strip().splitlines()
     started = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
-    row(
+    row.bound(
         f"distributed/fault-{fault.lower().replace(' ', '_')}/exit_code",
         ended,
-        unit="exit code",
-        witness=len(started),
-        rule="C25",
+        "exit code",
         expected=code,
+        seen=started,
+        rule="C25",
         evidence=[f"{seconds:.1f} s", *lines],
     )
     assert len(started) == 2
@@ -134,13 +134,12 @@ def results(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
 def test_ranks_that_differ_are_refused(results, row) -> None:
     """Before the first collective, with the same line on every rank."""
     line = "ContractError: rank 1 has torch 2.14.0, rank 0 has 2.13.0"
-    row(
+    row.count(
         "distributed/fault-another_torch/ranks_that_refuse",
         sum(one.get("error") == line for one in results["torch"]),
-        unit="count",
-        witness=len(results["torch"]),
-        rule="C39",
         expected=2,
+        seen=results["torch"],
+        rule="C39",
         evidence=[str(one) for one in results["torch"]],
     )
     assert all(one["agreed"] for one in results["same"]), results["same"]
@@ -151,13 +150,12 @@ def test_slow_cache_directory_delays_all_ranks(results, row) -> None:
     """Rank 0 copies the shared caches; no rank compiles before it has ended, and no collective waits for it."""
     first, second = results["slow"]
     assert "error" not in {**first, **second}, results["slow"]
-    row(
+    row.count(
         "distributed/fault-slow_cache/files_seen_by_other_ranks",
         second["files"],
-        unit="count",
-        witness=first["seeded"],
-        rule="C21",
         expected=2,
+        seen=first["seeded"],
+        rule="C21",
         evidence=[f"rank 1 waited {second['waited']:.1f} s"],
     )
     assert first["seeded"] == 2

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from launch.environment import RETRY, RUN
 from launch.retry import REASON, supervise
 from suites.distributed.ranks import run_shared
 from suites.distributed.training import CORPUS
 from suites.support.child import ROOT
-from suites.support.lanes import Lane
+from suites.support.lanes import Lane, lanes
 
 DEADLOCK = "torch>=2.8,<2.14"  # seen on 2.8.0 and 2.13.0, not on 2.14.1 and 2.15.0
 WAITED = 8.0  # seconds; dropping the model takes one
@@ -28,8 +30,6 @@ import torch
 import torch.distributed as dist
 from launch import train
 from launch.dist.ranks import Ranks
-
-pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
 leave = Ranks.leave
 
@@ -45,6 +45,8 @@ def pending(self):
 Ranks.leave = pending
 raise SystemExit(train.main(sys.argv[1:]))
 """
+
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
 
 def test_ddp_that_outlives_its_group_deadlocks(lane: Lane, tmp_path: Path, row) -> None:

@@ -70,13 +70,12 @@ def sound(results: dict[str, list[dict]], name: str) -> list[dict]:
 def test_nccl_groups_have_the_contract_timeout(results, row) -> None:
     """Read back from ProcessGroupNCCL, not the default since torch 2.15; each group is bound to its rank's GPU."""
     ranks = sound(results, "facts")
-    row(
+    row.count(
         "distributed/nccl/groups_with_the_timeout",
         sum(seconds == TIMEOUT for one in ranks for seconds in one["timeouts"].values()),
-        unit="count",
-        witness=sum(len(one["timeouts"]) for one in ranks),
-        rule="C23",
         expected=len(ranks) * len(COLLECTIVES),
+        seen=sum(len(one["timeouts"]) for one in ranks),
+        rule="C23",
         evidence=[str(one) for one in ranks],
     )
     for rank, one in enumerate(ranks):
@@ -86,13 +85,12 @@ def test_nccl_groups_have_the_contract_timeout(results, row) -> None:
 def test_sequence_numbers_agree_between_ranks(results, row) -> None:
     """Each group counts its collectives alike on all ranks."""
     first, *others = sound(results, "facts")
-    row(
+    row.count(
         "distributed/nccl/sequence_numbers_that_differ",
         sum(one["after"][name] != number for one in others for name, number in first["after"].items()),
-        unit="count",
-        witness=sum(first["after"].values()),
-        rule="R1",
         expected=0,
+        seen=sum(first["after"].values()),
+        rule="R1",
         evidence=[f"before {one['before']}, after {one['after']}" for one in (first, *others)],
     )
     for one in (first, *others):
@@ -116,13 +114,12 @@ def test_traces_number_collectives_alike_on_all_ranks(lane: Lane, row) -> None:
         evidence=[f"rank 0: {first}"],
     )
     if numbered:
-        row(
+        row.count(
             "distributed/nccl_trace/sequence_numbers_that_differ",
             sum(one[name] != numbers for one in others for name, numbers in first.items()),
-            unit="count",
-            witness=sum(map(len, first.values())),
-            rule="R1",
             expected=0,
+            seen=sum(map(len, first.values())),
+            rule="R1",
             evidence=[str(one) for one in (first, *others)],
         )
         assert all(len({*numbers}) == len(numbers) for numbers in first.values())
@@ -132,13 +129,12 @@ def test_traces_number_collectives_alike_on_all_ranks(lane: Lane, row) -> None:
 def test_late_rank_is_waited_for(results, logs: Path, row) -> None:
     """Under a short timeout the watchdog aborts the rank that waits, with a reason in its log."""
     ranks = results["late"]
-    row(
+    row.count(
         "distributed/nccl_watchdog/ranks_lost_to_a_late_one",
         sum(one != {"sum": float(len(ranks))} for one in ranks),
-        unit="count",
-        witness=len(ranks),
-        rule="C23",
         expected=0,
+        seen=ranks,
+        rule="C23",
         evidence=[killed_by(f"{logs / 'late'}-0")],
     )
     assert results["late, short timeout"][0] == ABORTED
@@ -149,13 +145,12 @@ def test_late_rank_is_waited_for(results, logs: Path, row) -> None:
 def test_kept_watchdog_does_not_end_a_rank(results, logs: Path, row) -> None:
     """The heartbeat is short, but the contract turns the monitor off until the warm-up has ended."""
     ranks = results["stopped"]
-    row(
+    row.count(
         "distributed/nccl_watchdog/ranks_ended_by_the_monitor",
         sum(one.get("sum") != float(len(ranks)) ** 2 for one in ranks),
-        unit="count",
-        witness=sum(one.get("threads", 0) for one in ranks),
-        rule="C23",
         expected=0,
+        seen=sum(one.get("threads", 0) for one in ranks),
+        rule="C23",
         evidence=[killed_by(f"{logs / 'stopped'}-{rank}") for rank in range(len(ranks))],
     )
     assert results["stopped, monitored"] == [ABORTED] * len(ranks)

@@ -58,13 +58,13 @@ def test_parallelize_stage_order(mesh: DeviceMesh, model: Hybrid, monkeypatch, r
     done = parallelize(
         model, load(), mesh, "fsdp2", backend="eager", shard=lambda model: seen.append(stage(model))
     )
-    row(
+    row.bound(
         "distributed/nam12-fsdp2/order",
         " ".join(done.order),
-        unit="stages",
-        witness=len(seen),
-        rule="C14",
+        "stages",
         expected="build shard compile fsdp2",
+        seen=seen,
+        rule="C14",
         evidence=[f"{compiled} regions compiled, {groups} groups" for compiled, groups in seen],
     )
     assert seen == [(0, 0), *((blocks + 1, groups) for groups in range(blocks + 1))]
@@ -78,13 +78,12 @@ def test_ddp_keeps_module_names_and_types(mesh: DeviceMesh, model: Hybrid, row) 
     before, state = identity(model), list(model.state_dict())
     done = parallelize(model, load(), mesh, "ddp", backend="eager")
     after = identity(model)
-    row(
+    row.count(
         "distributed/nam12-ddp/names_and_types_changed",
         sum(before.get(name) is not after.get(name) for name in {*before, *after}),
-        unit="count",
-        witness=len(before),
-        rule="C14",
         expected=0,
+        seen=before,
+        rule="C14",
     )
     assert list(model.state_dict()) == state
     assert stage(model) == (len(model.blocks) + 1, 0)

@@ -32,13 +32,12 @@ def test_exposed_exchange_is_measured(lane: Lane, row) -> None:
     exposed = {
         name: [one["step"] - one["step_without_exchange"] for one in ranks] for name, ranks in found.items()
     }
-    row(
+    row.count(
         "distributed/scaling/ranks_with_an_exposed_exchange",
         sum(seconds > 0.2 for seconds in exposed["slow"]),
-        unit="count",
-        witness=sum(one["timed"] for one in found["slow"]),
-        rule="C14",
         expected=2,
+        seen=sum(one["timed"] for one in found["slow"]),
+        rule="C14",
         evidence=[f"{name}: {seconds} s" for name, seconds in exposed.items()],
     )
     assert largest(exposed["usual"]) < 0.2

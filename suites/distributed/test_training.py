@@ -73,35 +73,33 @@ def test_ranks_train_as_one_process(lane: Lane, division: str, results, row) -> 
     """
     eager, regional = sound(results, division), sound(results, f"{division}, compiled")
     bitwise = [*eager, *regional] if lane.device == "cpu" else eager
-    row(
+    row.count(
         f"distributed/train-{division}/gradients_that_differ",
         sum(one["gradients"]["different"] for one in bitwise),
-        unit="count",
-        witness=sum(one["gradients"]["tensors"] - one["gradients"]["zero"] for one in bitwise),
-        rule="C14",
         expected=0,
+        seen=sum(one["gradients"]["tensors"] - one["gradients"]["zero"] for one in bitwise),
+        rule="C14",
         evidence=[f"losses {one['losses']}, one process {one['one']}" for one in bitwise],
     )
     if lane.device == "cuda":
-        row(
+        row.bound(
             f"distributed/train-{division}/compiled_gradient_error",
             largest(one["gradients"]["relative"] for one in regional),
-            unit="ratio",
-            witness=sum(one["gradients"]["tensors"] - one["gradients"]["zero"] for one in regional),
-            rule="C14",
+            "ratio",
             at_most=ROUNDING_32,
+            seen=sum(one["gradients"]["tensors"] - one["gradients"]["zero"] for one in regional),
+            rule="C14",
             evidence=[
                 f"losses {one['losses']}, one process {one['one']}; repeated: {one['repeated']}"
                 for one in regional
             ],
         )
-    row(
+    row.count(
         f"distributed/train-{division}/recompiles",
         sum(one["recompiles"] for one in regional),
-        unit="count",
-        witness=sum(one["programs"] for one in regional),
-        rule="C8",
         expected=0,
+        seen=sum(one["programs"] for one in regional),
+        rule="C8",
     )
     for one in bitwise:
         assert one["losses"] == one["one"]
@@ -138,13 +136,12 @@ def test_rows_in_parts_train_as_one_process(lane: Lane, division: str, results) 
 def test_buckets_do_not_split_regions(lane: Lane, results, row) -> None:
     """Blocks that are larger than a bucket of gradients, as at full size: each kind of region is still one program."""
     ranks = sound(results, "small buckets")
-    row(
+    row.count(
         "distributed/train-ddp/programs_beyond_budget_with_small_buckets",
         sum(one["programs"] - one["expected_programs"] for one in ranks),
-        unit="count",
-        witness=sum(one["programs"] for one in ranks),
-        rule="C27",
         expected=0,
+        seen=sum(one["programs"] for one in ranks),
+        rule="C27",
         evidence=[f"rank {rank}: {one['programs']} programs" for rank, one in enumerate(ranks)],
     )
     assert largest(one["gradients"]["relative"] for one in ranks) <= ROUNDING_32
@@ -157,13 +154,13 @@ def test_buckets_do_not_split_regions(lane: Lane, results, row) -> None:
 def test_divided_blocks_train_as_one_process(lane: Lane, division: str, results, row) -> None:
     """Experts over the ranks with an all-to-all, attention heads over the ranks with DTensor; under FSDP2."""
     compared = sound(results, division, f"{division}, compiled")
-    row(
+    row.bound(
         f"distributed/train-{division}/gradient_error",
         largest(one["gradients"]["relative"] for one in compared),
-        unit="ratio",
-        witness=sum(one["gradients"]["tensors"] - one["gradients"]["zero"] for one in compared),
-        rule="C14",
+        "ratio",
         at_most=ROUNDING,
+        seen=sum(one["gradients"]["tensors"] - one["gradients"]["zero"] for one in compared),
+        rule="C14",
         evidence=[f"losses {one['losses']}, one process {one['one']}" for one in compared],
     )
     for one in compared:
@@ -179,13 +176,12 @@ def test_divided_blocks_train_as_one_process(lane: Lane, division: str, results,
 def test_resumed_ranks_equal_uninterrupted_ranks(lane: Lane, division: str, results, row) -> None:
     """Bitwise, over the same ranks and in one process: the checkpoint does not depend on how many wrote it."""
     compared = sound(results, f"{division}, resumed")
-    row(
+    row.count(
         f"distributed/train-{division}/weights_that_differ_after_resume",
         sum(one[case]["different"] for one in compared for case in ("weights", "weights_alone")),
-        unit="count",
-        witness=sum(one["weights"]["tensors"] for one in compared),
-        rule="C21",
         expected=0,
+        seen=sum(one["weights"]["tensors"] for one in compared),
+        rule="C21",
     )
     for one in compared:
         assert len(one["losses"]) == STEPS
@@ -196,13 +192,12 @@ def test_resumed_ranks_equal_uninterrupted_ranks(lane: Lane, division: str, resu
 def test_rank_0_alone_writes(lane: Lane, results, row) -> None:
     first, *others = sound(results, "ddp, resumed")
     sharded, *more = sound(results, "fsdp2, resumed")
-    row(
+    row.count(
         "distributed/train/files_of_other_ranks",
         sum(len(one["files"]) for one in (*others, *more)),
-        unit="count",
-        witness=len(first["files"]) + len(sharded["files"]),
-        rule="C21",
         expected=0,
+        seen=len(first["files"]) + len(sharded["files"]),
+        rule="C21",
     )
     assert first["files"] == sharded["files"] == ["log.jsonl", "state.pt"]
     assert first["steps_logged"] == STEPS

@@ -79,13 +79,13 @@ def test_split_batch_step_equals_full_step(row) -> None:
         rows: after(lambda m, o, ids, r=rows: accumulated_step(m, o, ids, r, bos)) for rows in (8, 4, 2, 3)
     }
     error = largest(float((a - b).abs().max()) for found in split.values() for a, b in zip(found, whole))
-    row(
+    row.bound(
         "launch/autofit/difference_of_a_split_step",
         error,
-        unit="gradient",
-        witness=sum(len(found[1]) for found in split.values()),
-        rule="C25",
+        "gradient",
         at_most=1e-9,
+        seen=sum(len(found[1]) for found in split.values()),
+        rule="C25",
         evidence=[f"8 rows, {rows} at a time: loss {found[0]:.12f}" for rows, found in split.items()],
     )
     assert torch.equal(split[8][1], whole[1]), "unsplit, it is train_step itself"
@@ -204,22 +204,21 @@ def test_out_of_memory_retry_uses_smaller_device_batch(tmp_path: Path, row) -> N
     assert supervise(0, ["-c", OUT_OF_MEMORY, *SMALL], given, seconds=300, log=log) == 0, log.read_text()
     lines = [line.removeprefix("[run]: ") for line in log.read_text().splitlines()]
     first, summary, second = [json.loads(line) for line in lines if line.startswith("{")]
-    row(
+    row.bound(
         "launch/autofit/rows_of_a_step",
         sum(second["rows"][1:]) / summary["step"],
-        unit="rows",
-        witness=len(second["rows"]),
-        rule="C25",
+        "rows",
         expected=8.0,
+        seen=second["rows"],
+        rule="C25",
         evidence=[f"through the model: {second['rows']}, the first of them the warm-up"],
     )
-    row(
+    row.count(
         "launch/autofit/resets_of_a_retry",
         second["resets"],
-        unit="count",
-        witness=1 + first["resets"] + len(second["rows"]),
-        rule="C21",
         expected=1,
+        seen=1 + first["resets"] + len(second["rows"]),
+        rule="C21",
     )
     assert (first["rows"], first["resets"]) == ([], 0)
     assert second["rows"] == [4] * 5

@@ -74,13 +74,8 @@ def test_disk_full_while_compiling(checkout: Checkout, tmp_path: Path, row) -> N
     run = checkout.launcher("--policy", "regional")(
         {"TORCHINDUCTOR_CACHE_DIR": str(place)}, wrapper=small_disk(place, 64)
     )
-    row(
-        "launch/caches-cpu/exit_code_of_a_full_disk",
-        run.code,
-        unit="exit code",
-        witness=1,
-        rule="C19",
-        expected=5,
+    row.bound(
+        "launch/caches-cpu/exit_code_of_a_full_disk", run.code, "exit code", expected=5, seen=1, rule="C19"
     )
     assert run.line.startswith("disk full: ")
     assert "No space left on device" in run.line
@@ -262,13 +257,13 @@ def test_concurrent_syncs_lose_no_file(tmp_path: Path, row) -> None:
             syncer.kill()
             syncer.wait()
     ever |= set(lost(target, new))
-    row(
+    row.bound(
         "launch/caches-cpu/lost_files",
         len(ever),
-        unit="files",
-        witness=min(FILES, sum(copied)),
-        rule="C20",
+        "files",
         expected=0,
+        seen=min(FILES, sum(copied)),
+        rule="C20",
         evidence=(
             f"copied {copied[0]} and {copied[1]} of {FILES}; read {scans} times meanwhile",
             *sorted(ever)[:3],

@@ -59,11 +59,11 @@ def found() -> dict[str, Seen]:
 def test_opaque_kernel_forms_that_work_in_this_torch(lane: Lane, form: str, found, row) -> None:
     """The result belongs to this build: it may differ under another torch, so the row is informative."""
     seen = found[form]
-    row(
+    row.exact(
         f"launch/capability-{form}/works",
         seen.works,
-        unit="bool",
-        witness=sum(one.graphs for one in found.values()),
+        "bool",
+        seen=sum(one.graphs for one in found.values()),
         rule="C16",
         per_build=True,
         evidence=[f"{form}: {seen.graphs} graphs; {seen.why or 'forward and gradient as in eager'}"],
@@ -79,13 +79,12 @@ def test_probe_agrees_in_child_and_process(lane: Lane, found, row) -> None:
         for form in GRAPHS
         if (here[form].works, here[form].graphs) == (found[form].works, found[form].graphs)
     ]
-    row(
+    row.count(
         "launch/capability/forms_that_agree_in_a_child",
         len(same),
-        unit="count",
-        witness=len(found),
-        rule="C16",
         expected=len(GRAPHS),
+        seen=found,
+        rule="C16",
         evidence=[
             f"{form}: here {here[form]}, in a child {found[form]}" for form in GRAPHS if form not in same
         ],
@@ -98,13 +97,12 @@ def test_kernel_of_plain_operators_works_in_every_form(lane: Lane, found, row) -
     """A negative result above thus concerns the kernel and the form. A nondeterministic kernel works in none."""
     reset_dynamo()
     plain = {form: probe(form, lambda x: x + x) for form in GRAPHS}
-    row(
+    row.count(
         "launch/capability-plain_kernel/forms_that_work",
         sum(seen.works for seen in plain.values()),
-        unit="count",
-        witness=sum(seen.graphs for seen in plain.values()),
-        rule="C16",
         expected=len(GRAPHS),
+        seen=sum(seen.graphs for seen in plain.values()),
+        rule="C16",
         evidence=[f"{form}: {seen.why}" for form, seen in plain.items() if not seen.works],
     )
     assert {form: seen.graphs for form, seen in plain.items()} == GRAPHS
@@ -124,13 +122,13 @@ def _multiplied(factors: Iterator[int], x: torch.Tensor) -> torch.Tensor:
 @lanes("cpu")
 def test_first_working_form_is_chosen(lane: Lane, found, row) -> None:
     """Our own kernels are custom ops: if the probe chose another form, they would have to change."""
-    row(
+    row.bound(
         "launch/capability/chosen_form",
         chosen(found),
-        unit="form",
-        witness=sum(seen.works for seen in found.values()),
-        rule="C16",
+        "form",
         expected="custom_op",
+        seen=sum(seen.works for seen in found.values()),
+        rule="C16",
     )
     no, yes = Seen(False, 0, "no"), Seen(True, 1)
     assert chosen({"custom_op": no, "allow_in_graph": yes, "disable": yes}) == "allow_in_graph"
@@ -173,13 +171,12 @@ def test_crashed_or_foreign_probe_is_not_a_success(lane: Lane, monkeypatch, tmp_
 def test_version_labels_are_parsed_not_compared_as_text(lane: Lane, found, row) -> None:
     right = {label: label in OF_2_12 for label in LABELS}
     gate = {label: at_least(label, "2.12") for label in LABELS}
-    row(
+    row.count(
         "launch/version_labels/of_a_release_or_later",
         sum(gate[label] == right[label] for label in LABELS),
-        unit="count",
-        witness=sum(gate.values()),
-        rule="C16",
         expected=len(LABELS),
+        seen=sum(gate.values()),
+        rule="C16",
         evidence=[
             f"torch {torch.__version__} >= 2.12 is {at_least(torch.__version__, '2.12')}, "
             f"allow_in_graph works is {found['allow_in_graph'].works}"
@@ -219,13 +216,12 @@ def test_low_precision_dtype_of_an_old_gpu(lane: Lane, tmp_path: Path, row) -> N
     new = ["bfloat16"] * 5
     expected = {"1": ["float16"] * 2 + new, **dict.fromkeys((None, "", "0"), ["refused"] * 2 + new)}
     found = {switch: dtypes(switch) for switch in expected}
-    row(
+    row.count(
         "launch/low_precision/decisions_as_the_rule",
         sum(a == b for switch in expected for a, b in zip(found[switch], expected[switch])),
-        unit="count",
-        witness=sum(line.count("float16") for line in found.values()),
-        rule="C16",
         expected=len(expected) * len(AGES),
+        seen=sum(line.count("float16") for line in found.values()),
+        rule="C16",
     )
     careless = tmp_path / "contract.toml"
     careless.write_text(PATH.read_text().replace("minimum_sm = 80", "minimum_sm = 0"))

@@ -43,13 +43,13 @@ def test_import_failure_is_reported_in_seconds(tmp_path: Path, row) -> None:
         run([python("rank1", HANGS), broken, python("rank2", HANGS)], seconds=120, log=tmp_path / "log")
     seconds = time.monotonic() - began
     message = str(caught.value)
-    row(
+    row.bound(
         "launch/children/import_failure_told",
         message.startswith(MISSING_IMPORT) and seconds < SOON,
-        unit="bool",
-        witness=len(caught.value.tail),
-        rule="C38",
+        "bool",
         expected=True,
+        seen=caught.value.tail,
+        rule="C38",
         evidence=[f"{message!r}, bound {SOON:.0f} s"],
     )
     assert any("model_code.py" in line for line in caught.value.tail), "the traceback names the file"
@@ -173,13 +173,12 @@ def test_paths_are_resolved_on_both_sides(linked: tuple[Path, Path], row) -> Non
     real, link = linked
     pairs = [(real / name, link / name) for name in ("checkout", "venv", "venv/bin/python")]
     sides = [(a, b) for pair in pairs for a, b in (pair, pair[::-1])]
-    row(
+    row.count(
         "launch/children/linked_paths_that_agree",
         sum(same_place(a, b) for a, b in sides),
-        unit="count",
-        witness=len(sides),
-        rule="C38",
         expected=len(sides),
+        seen=sides,
+        rule="C38",
     )
     one_sided = [a.resolve() == b for a, b in sides]
     assert one_sided.count(False) >= 3, "resolving one side fails on these paths, so the row can"

@@ -123,10 +123,14 @@ def test_launcher_refuses_every_violation(
         by_rule.setdefault(rule_of(variable), []).append(case)
     for rule, own in by_rule.items():
         name = f"launch/environment-{lane.name}-{rule}/violations_refused"
-        row(
-            name, len(refused.keys() & set(own)), unit="count", witness=len(own), rule=rule, expected=len(own),
+        row.count(
+            name,
+            len(refused.keys() & set(own)),
+            expected=len(own),
+            seen=own,
+            rule=rule,
             evidence=sorted(set(own) - refused.keys()),
-        )  # fmt: skip
+        )
         for case in own:
             report_fault(record_property, rule, case.replace(str(tmp_path), "..."), name)
     assert len(set(refused.values())) == len(refused), "each violation has its own line"
@@ -271,9 +275,7 @@ def test_edited_contract_is_refused_until_reviewed(lane: Lane, checkout: Checkou
         check(load(checkout.contract))
     run = checkout.launcher()()
     assert (run.code, len(run.err.splitlines()), run.trained) == (3, 1, [])
-    row(
-        "launch/contract/exit_code_when_edited", run.code, unit="exit code", witness=1, rule="C29", expected=3
-    )
+    row.bound("launch/contract/exit_code_when_edited", run.code, "exit code", expected=3, seen=1, rule="C29")
     checkout.lock()
     check(load(checkout.contract))
     for damage in (lambda path: path.write_text(""), Path.unlink):

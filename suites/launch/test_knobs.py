@@ -99,11 +99,11 @@ def test_every_variable_is_effective_inert_or_absent(lane: Lane, untouched, tmp_
         effects |= {name: effect(name, untouched, report) for name in group}
     for kind in ("effective", "inert", "absent"):
         names = sorted(name for name, found in effects.items() if found == kind)
-        row(
+        row.exact(
             f"launch/knobs-{lane.name}/{kind}_variables",
             " ".join(names),
-            unit="names",
-            witness=len(effects),
+            "names",
+            seen=effects,
             rule="C24",
             per_build=True,
         )
@@ -119,13 +119,12 @@ def test_every_variable_is_effective_inert_or_absent(lane: Lane, untouched, tmp_
         for name, claimed in expected.items()
         if effects[name] != claimed
     ]
-    row(
+    row.count(
         f"launch/knobs-{lane.name}/variables_taken_for_another_kind",
         len(wrong),
-        unit="count",
-        witness=len(expected),
-        rule="C24",
         expected=0,
+        seen=expected,
+        rule="C24",
         evidence=wrong,
     )
 
@@ -143,11 +142,11 @@ def test_variable_effect_is_a_difference_of_two_runs(lane: Lane, untouched) -> N
 @lanes("cpu", "h200")
 def test_config_options_that_torch_has(lane: Lane, untouched, row) -> None:
     gone = [line for line in LINES if untouched["fields"][line] == ABSENT]
-    row(
+    row.exact(
         f"launch/knobs-{lane.name}/absent_lines",
         " ".join(gone),
-        unit="names",
-        witness=len(LINES) - len(gone),
+        "names",
+        seen=len(LINES) - len(gone),
         rule="C1",
         per_build=True,
     )
@@ -158,11 +157,10 @@ def test_config_options_that_torch_has(lane: Lane, untouched, row) -> None:
 def test_config_options_lost_in_another_thread(lane: Lane, untouched, row) -> None:
     """How far an assignment reaches in this build; the next test compares torch with what a reader expects."""
     assigned = [line for line in LINES if untouched["fields"][line] != ABSENT]
-    row(
+    row.count(
         f"launch/knobs-{lane.name}/lines_lost_in_another_thread",
         len(set(assigned) & set(untouched["lost"])),
-        unit="count",
-        witness=len(assigned),
+        seen=assigned,
         rule="C24",
         per_build=True,
     )

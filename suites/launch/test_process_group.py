@@ -66,13 +66,12 @@ def test_every_group_has_the_contract_timeout(canaries, row) -> None:
         "expert": mesh.get_group("expert"),
     }
     found = {name: group_timeout(group) for name, group in groups.items()}
-    row(
+    row.count(
         "launch/process_group/groups_with_the_timeout",
         sum(seconds == EXPECTED_SECONDS for seconds in found.values()),
-        unit="count",
-        witness=len(found),
-        rule="C23",
         expected=len(groups),
+        seen=found,
+        rule="C23",
         evidence=[f"{name}: {seconds:.0f} s" for name, seconds in found.items()],
         instruments=("group_timeout",),
     )
@@ -112,13 +111,12 @@ def test_nccl_variables_are_set_iff_local_rank(row) -> None:
     right = [
         variables & set(expected(contract, given)) == (variables if rank else set()) for given, rank in cases
     ]
-    row(
+    row.count(
         "launch/process_group/ranks_told_by_local_rank",
         sum(right),
-        unit="count",
-        witness=sum(rank for _, rank in cases),
-        rule="C23",
         expected=len(cases),
+        seen=sum(rank for _, rank in cases),
+        rule="C23",
     )
     assert len(variables) == 4
     for other in others:
@@ -139,13 +137,13 @@ def test_monitoring_is_on_before_the_run_groups_start(monkeypatch, row) -> None:
         start(contract, retry, "gloo", given={}, **alone())
 
     monitor_again(value, regroup)
-    row(
+    row.bound(
         "launch/process_group/monitoring_after_warm_up",
         seen[0][0],
-        unit="setting",
-        witness=len(seen),
-        rule="C23",
+        "setting",
         expected="1",
+        seen=seen,
+        rule="C23",
     )
     assert contract.rank_variables[MONITORING] == "0"
     assert seen == [("1", False)], "the warm-up's groups are gone when the run's are made"
@@ -201,13 +199,13 @@ def test_patch_2_lowers_the_debug_level_in_the_process(monkeypatch, row) -> None
         start(contract, retry, "gloo", given={} if case == "first" else AGAIN, **place)
         made[case] = place["store"].num_keys(), dist.get_debug_level().name
         dist.destroy_process_group()
-    row(
+    row.bound(
         "launch/retry/debug_level_in_process",
         made["retry"][1],
-        unit="setting",
-        witness=made["first"][0] - made["retry"][0],
-        rule="C25",
+        "setting",
         expected=retry.debug_level,
+        seen=made["first"][0] - made["retry"][0],
+        rule="C25",
         evidence=[f"{case}: {keys} groups in the store, {level}" for case, (keys, level) in made.items()],
     )
     assert made == {"first": (2, "DETAIL"), "retry": (1, "INFO"), "unpatched": (2, "DETAIL")}
@@ -252,13 +250,12 @@ def test_patch_3_makes_retry_groups_lazy(monkeypatch, row) -> None:
         found = [lazily(replace(retry, lazy_groups=reading), *case) for case in STARTS]
         assert found == outcomes, reading
         if reading == retry.lazy_groups:
-            row(
+            row.count(
                 "launch/retry/lazy_groups_as_the_rule",
                 sum(a == b for a, b in zip(found, outcomes)),
-                unit="count",
-                witness=sum(outcomes),
-                rule="C25",
                 expected=len(STARTS),
+                seen=sum(outcomes),
+                rule="C25",
             )
     assert right["cuda"] != right["listed"]
     assert not any(lazy(retry, d, {}, ep) for d, _, ep in STARTS), "a first launch is eager"
@@ -315,13 +312,12 @@ def test_patch_4_no_barrier_for_expert_parallelism(tmp_path: Path, row) -> None:
     tail = run([Child("ranks", program, {**os.environ, "PYTHONPATH": str(ROOT)})], seconds=180)["ranks"]
     found = json.loads(tail[-1])
     passed = {case: codes == [0, 0] for case, codes in found.items()}
-    row(
+    row.count(
         "launch/retry/starts_past_the_barrier",
         sum(passed.values()),
-        unit="count",
-        witness=len(passed),
-        rule="C25",
         expected=1,
+        seen=passed,
+        rule="C25",
         evidence=[f"{case}: exit codes {codes}" for case, codes in found.items()],
     )
     assert passed == {"expert retry": True, "expert first": False, "plain retry": False}
@@ -374,13 +370,12 @@ def test_ranks_with_skewed_shapes_finish(tmp_path: Path, row) -> None:
     program = [sys.executable, "-c", SKEWED, str(tmp_path)]
     tail = run([Child("ranks", program, {**os.environ, "PYTHONPATH": str(ROOT)})], seconds=180)["ranks"]
     codes = json.loads(tail[-1])
-    row(
+    row.count(
         "launch/compiler_collectives/ranks_that_finish",
         sum(code >= 10 for code in codes["contract"]),
-        unit="count",
-        witness=sum(codes["contract"]) // 10,
-        rule="C5",
         expected=2,
+        seen=sum(codes["contract"]) // 10,
+        rule="C5",
         evidence=[f"contract: {codes['contract']}", f"on: {codes['on']}", *tail[:-1]],
     )
     assert codes["contract"] == [30, 10]

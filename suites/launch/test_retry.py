@@ -103,13 +103,12 @@ def test_only_listed_errors_are_retried(launches: Launches, row) -> None:
         assert launches(fails(line)) == 1
         if len(launches.started) > 1:
             again.add(name)
-    row(
+    row.count(
         "launch/retry/classes_launched_again",
         len(again & listed),
-        unit="count",
-        witness=len(lines),
-        rule="C25",
         expected=len(listed),
+        seen=lines,
+        rule="C25",
         evidence=[f"not listed: {name}" for name in sorted(again - listed)],
     )
     assert again == listed
@@ -122,13 +121,12 @@ def test_only_listed_errors_are_retried(launches: Launches, row) -> None:
 @planted("C25", "a retry that is retried without end")
 def test_failed_launch_is_retried_once(launches: Launches, monkeypatch, capsys, row) -> None:
     assert launches(fails(OOM, code=9)) == 9
-    row(
+    row.count(
         "launch/retry/launches_of_a_lasting_error",
         len(launches.started),
-        unit="count",
-        witness=len(launches.started),
-        rule="C25",
         expected=2,
+        seen=launches.started,
+        rule="C25",
     )
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("; run:")[0] for line in lines] == [
@@ -161,13 +159,13 @@ def test_patch_1_lowers_the_debug_level_in_the_environment(launches: Launches, m
         assert (first.get(DEBUG), second.get(DEBUG)) == (given, after)
         assert (first.get(RETRY), second.get(RETRY), second.get(REASON)) == (None, "1", "cuda_out_of_memory")
         levels[given] = second.get(DEBUG)
-    row(
+    row.bound(
         "launch/retry/debug_level_in_environment",
         levels["DETAIL"],
-        unit="setting",
-        witness=len(levels),
-        rule="C25",
+        "setting",
         expected=load_retry().debug_level,
+        seen=levels,
+        rule="C25",
     )
     monkeypatch.setattr(retries, "quiet_environment", lambda retry, given: dict(given))
     launches(fails_once(OOM), **{DEBUG: "DETAIL"})
@@ -187,13 +185,12 @@ def test_training_past_its_first_steps_is_not_retried(launches: Launches, row) -
         return len(launches.started)
 
     found = {steps: count(steps) for steps in range(5)}
-    row(
+    row.count(
         "launch/retry/steps_that_may_be_lost",
         max(steps for steps, count in found.items() if count == 2),
-        unit="count",
-        witness=len(found),
-        rule="C25",
         expected=last,
+        seen=found,
+        rule="C25",
         evidence=[f"{steps} steps done: {count} launches" for steps, count in found.items()],
     )
     assert found == {0: 2, 1: 2, 2: 1, 3: 1, 4: 1}
@@ -263,13 +260,12 @@ def test_two_gloo_ranks_are_relaunched(launches: Launches, capsys, row) -> None:
     assert launches(["-c", RANK], ranks=2, TORCH_DISTRIBUTED_DEBUG="DETAIL") == 0
     reports = [line.partition("]: ") for line in launches.log.read_text().splitlines() if line.endswith("}")]
     sums = {tag: json.loads(text) for tag, _, text in reports}
-    row(
+    row.count(
         "launch/retry-gloo_2_ranks/ranks_that_added_up",
         sum(found == {"sum": 3.0, "level": "INFO"} for found in sums.values()),
-        unit="count",
-        witness=len(launches.started),
-        rule="C25",
         expected=2,
+        seen=launches.started,
+        rule="C25",
         evidence=launches.log.read_text().splitlines()[-5:],
     )
     assert "launched again: bootstrap; rank0: exit 1: RuntimeError: Gloo" in capsys.readouterr().err

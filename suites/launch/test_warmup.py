@@ -43,13 +43,12 @@ def wrong(table: WarmUp) -> list[Start]:
 
 def test_warm_up_table_follows_the_rule(row) -> None:
     table = load_warmup()
-    row(
+    row.count(
         "launch/warmup/decisions_as_the_rule",
         len(STARTS) - len(wrong(table)),
-        unit="count",
-        witness=sum(map(warm_up_expected, STARTS)),
-        rule="C30",
         expected=len(STARTS),
+        seen=sum(map(warm_up_expected, STARTS)),
+        rule="C30",
         evidence=[str(start) for start in wrong(table)],
     )
     assert len(STARTS) == 3 * 2**5
@@ -109,13 +108,12 @@ def test_first_step_replaces_the_warm_up(restored_dynamo, monkeypatch, canaries,
             more[case] = watch.refresh().unique_graphs - before
         losses[case] = run.losses
         assert before > 0
-    row(
+    row.count(
         "launch/warmup-first_step/graphs_of_another_batch",
         more["first_step"],
-        unit="count",
-        witness=before,
-        rule="C30",
         expected=0,
+        seen=before,
+        rule="C30",
         instruments=("graphs",),
     )
     assert losses["first_step"] == losses["warm_up"]

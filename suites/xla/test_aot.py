@@ -60,11 +60,11 @@ def test_train_step_compiles_for_four_chips(lane: Lane, row) -> None:
     """A small hybrid over (data, expert): one program, partitioned four ways."""
     found = on_meshes("CPU")["meshes"]["data-expert"]["aot"]
     report(row, "small-moe-v6e-2x2", found, rule="X9")
-    row(
+    row.exact(
         "aot/small-moe-v6e-2x2/collectives",
         ", ".join(f"{count} {kind}" for kind, count in sorted(found["collectives"].items())),
-        unit="kinds",
-        witness=sum(found["collectives"].values()),
+        "kinds",
+        seen=sum(found["collectives"].values()),
         rule="X9",
     )
     assert found["collectives"]["all-reduce"] > 0, "gradients over the data axis are summed"
@@ -78,11 +78,11 @@ def test_program_over_memory_budget_fails_to_compile(lane: Lane, row, one_chip) 
     assert "CompileTimeHbmOom" in refusal, refusal
     available = re.search(r"available HBM \(([\d.]+)G\)|of ([\d.]+)G hbm", refusal)
     assert available, refusal
-    row(
+    row.exact(
         "aot/over-budget/available_gib",
         float(available[1] or available[2]),
-        unit="GiB",
-        witness=len(one_chip["refusals"]),
+        "GiB",
+        seen=one_chip["refusals"],
         rule="X12",
         evidence=[refusal[:300]],
     )

@@ -63,11 +63,11 @@ def test_libtpu_accepts_exactly_the_flags_of_its_table(lane: Lane, row) -> None:
     )
     assert refusals[REMOVED], "a client that accepts everything"
     accepted = [flag for flag in names if not refusals[flag]]
-    row(
+    row.exact(
         "libtpu/flags/accepted",
         " ".join(accepted),
-        unit="names",
-        witness=len(accepted),
+        "names",
+        seen=accepted,
         rule="X11",
         evidence=[f"{flag}: {words}" for flag, words in refusals.items() if words],
     )
@@ -80,13 +80,13 @@ def test_libtpu_accepts_exactly_the_flags_of_its_table(lane: Lane, row) -> None:
 def test_pinned_libtpu_is_installed_and_recorded(lane: Lane, row) -> None:
     version = libtpu.installed()
     libtpu.check_pinned(version, pinned())
-    row(
+    row.bound(
         "libtpu/pinned/installed",
         version,
-        unit="version",
-        witness=xla_versions().count(f"libtpu {version} "),
-        rule="X11",
+        "version",
         expected=pinned(),
+        seen=xla_versions().count(f"libtpu {version} "),
+        rule="X11",
         evidence=[xla_versions()],
     )
 

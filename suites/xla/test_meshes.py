@@ -52,22 +52,21 @@ def test_mesh_agrees_with_eager(lane: Lane, name: str, row) -> None:
     assert children["downloads_of_item"] == 1, "the counter of downloads counts under SPMD"
     assert downloads == 0, "nothing is read on the host within a step"
     counts = [f"shape {found['shape']}", f"compiles, executions, downloads by step {found['counts']}"]
-    row(
+    row.bound(
         f"meshes/{name}/loss_difference",
         largest_difference(found["losses"], eager),
-        unit="nats",
-        witness=executions,
-        rule="X9",
+        "nats",
         at_most=LOSS_DIFFERENCE,
+        seen=executions,
+        rule="X9",
         evidence=[*counts, f"losses {found['losses']}, eager {eager}"],
     )
-    row(
+    row.count(
         f"meshes/{name}/compiles",
         compiles,
-        unit="count",
-        witness=executions // STEPS,
-        rule="X9",
         expected=PROGRAMS,
+        seen=executions // STEPS,
+        rule="X9",
         evidence=counts,
     )
     axes, plan = tuple(name.split("-")), sharding.plan(build(small_moe()))
@@ -76,13 +75,12 @@ def test_mesh_agrees_with_eager(lane: Lane, name: str, row) -> None:
         for path, spec in plan.items()
         if found["specs"][path] != (expected := spec_text(found["shape"], axes, spec))
     ]
-    row(
+    row.count(
         f"meshes/{name}/annotations_wrong",
         len(wrong),
-        unit="count",
-        witness=len(found["specs"]),
-        rule="X9",
         expected=0,
+        seen=found["specs"],
+        rule="X9",
         evidence=wrong or [f"receipt {found['receipt']}"],
     )
 

@@ -39,13 +39,12 @@ def audit() -> dict[str, Any]:
 @planted("X14", "an Engram weight without an annotation")
 def test_every_parameter_is_annotated(lane: Lane, row, audit: dict[str, Any]) -> None:
     receipt = audit["receipt"]
-    row(
+    row.count(
         "sharding/everything-on/unannotated",
         len(audit["after"]),
-        unit="count",
-        witness=min(audit["before"], receipt["cut"], audit["states"]),
-        rule="X14",
         expected=0,
+        seen=min(audit["before"], receipt["cut"], audit["states"]),
+        rule="X14",
         evidence=[*audit["after"], f"before: {audit['before']}", f"receipt {receipt}"],
     )
     assert audit["planted"] == ["blocks.0.block.engram.mix"], "what surgery replaced has none, and is found"
@@ -56,11 +55,11 @@ def test_every_parameter_is_annotated(lane: Lane, row, audit: dict[str, Any]) ->
 @pytest.mark.fresh_process
 def test_fingerprint_covers_the_annotations(lane: Lane, row, audit: dict[str, Any]) -> None:
     assert audit["receipt"] == audit["again"]
-    row(
+    row.exact(
         "sharding/everything-on/fingerprint",
         audit["receipt"]["fingerprint"],
-        unit="hash",
-        witness=audit["receipt"]["cut"],
+        "hash",
+        seen=audit["receipt"]["cut"],
         rule="X14",
         evidence=[f"receipt {audit['receipt']}"],
     )
@@ -73,13 +72,13 @@ def test_fingerprint_covers_the_annotations(lane: Lane, row, audit: dict[str, An
 def test_metrics_are_proved_to_be_global(lane: Lane, row, audit: dict[str, Any]) -> None:
     found = audit["reductions"]
     devices, refused = found["devices"], found["refusals"]
-    row(
+    row.bound(
         "sharding/metrics/sum_over_devices",
         found["sum"],
-        unit="sum",
-        witness=devices - 1,
-        rule="X14",
+        "sum",
         expected=float(sum(range(devices))),
+        seen=devices - 1,
+        rule="X14",
         evidence=[f"{name}: {words}" for name, words in refused.items()],
     )
     local = f"the reduction covered 1 of {devices} parts"
@@ -96,13 +95,12 @@ def test_missing_memory_reading_under_spmd_raises(lane: Lane, row, audit: dict[s
     readings = audit["memory"]
     loud = [VIRTUAL in readings["SPMD:0"], PHYSICAL in readings["physical"]]
     loud += [] if readings["has_binding"] else ["has no _xla_runtime_memory_info" in readings["binding"]]
-    row(
+    row.count(
         "sharding/memory/loud_refusals",
         sum(loud),
-        unit="count",
-        witness=len(loud),
-        rule="X12",
         expected=len(loud),
+        seen=loud,
+        rule="X12",
         evidence=[f"{name}: {words}" for name, words in readings.items()],
     )
 

@@ -134,13 +134,12 @@ def test_mode_a_is_one_program_at_any_learning_rate(
             step([made.batch()])
         found.append(counts)
     rates = {float(group["lr"]) for group in made.optimizer.param_groups}
-    row(
+    row.count(
         f"xla/{case}/compiles_of_new_rates",
         sum(c.compiles for c in found),
-        unit="count",
-        witness=len(found) if rates == {1.0} else 0,
-        rule="X6",
         expected=0,
+        seen=len(found) if rates == {1.0} else 0,
+        rule="X6",
         evidence=found,
         instruments=INSTRUMENTS,
     )
@@ -191,14 +190,7 @@ def test_barriers_cut_forward_and_backward_alike(lane: Lane, row, canaries) -> N
     case = f"barrier_every_{every}"
     step_rows(row, case, "X8", found, first=programs, executions=programs, settled=2)
     second = found[1].compiles
-    row(
-        f"xla/{case}/compiles_of_second_step",
-        second,
-        unit="count",
-        witness=programs,
-        rule="X8",
-        evidence=found,
-    )
+    row.count(f"xla/{case}/compiles_of_second_step", second, seen=programs, rule="X8", evidence=found)
 
 
 @pytest.mark.v6e
@@ -235,9 +227,7 @@ def test_mode_follows_from_the_model(lane: Lane, row) -> None:
     }
     modes = {p: xla.mode_of(preset("nam12", "narrow", layer_pattern=p, depth=len(p))) for p in patterns}
     wrong = {p: mode for p, mode in modes.items() if mode != patterns[p]}
-    row(
-        "xla/modes/wrong", len(wrong), unit="count", witness=len(modes), rule="X6", expected=0, evidence=wrong
-    )
+    row.count("xla/modes/wrong", len(wrong), expected=0, seen=modes, rule="X6", evidence=wrong)
 
 
 @pytest.mark.v6e
@@ -311,7 +301,7 @@ def test_memory_is_read_or_refused(lane: Lane, row, monkeypatch, device_class: s
     loud = (
         "GetAllocatorStats" in messages[0] if device_class == "pjrt-cpu" else not messages[0].startswith("0 ")
     )
-    row("xla/memory/loud", loud, unit="bool", witness=1, rule="X12", expected=True, evidence=messages)
+    row.bound("xla/memory/loud", loud, "bool", expected=True, seen=1, rule="X12", evidence=messages)
 
 
 @lanes("v6e")
@@ -323,7 +313,7 @@ def test_memory_in_use_rises_with_an_allocation(lane: Lane, row) -> None:
     xm.wait_device_ops()
     rise = xla.memory_in_use() - before
     size = block.numel() * block.element_size()
-    row("xla/memory_tpu/bytes_in_use_rise", rise, unit="bytes", witness=1, rule="X12", at_least=size)
+    row.bound("xla/memory_tpu/bytes_in_use_rise", rise, "bytes", at_least=size, seen=1, rule="X12")
 
 
 @lanes("v6e")
@@ -336,12 +326,12 @@ def test_run_needs_the_receipt_of_its_data(lane: Lane, row) -> None:
     with pytest.raises(DataError, match="random ids are not training data"):
         Trainer(config, plan, random, device="xla").run()
     summary = Trainer(config, plan, corpus, device="xla").run()
-    row(
+    row.bound(
         "xla/receipt/kind",
         summary["kind"],
-        unit="kind",
-        witness=summary["step"],
-        rule="X13",
+        "kind",
         expected="training",
+        seen=summary["step"],
+        rule="X13",
         evidence=[str(summary["data"])],
     )

@@ -125,13 +125,13 @@ def test_host_read_of_each_incident_is_refused(
     x = made.model.embedding(made.batch()).sum(-1)
     torch_xla.sync()
     where = refused_by_tracer(lambda: incident(doc_ids, x))
-    row(
+    row.bound(
         f"xla/incident-{incident.__name__}/refused",
         where.rpartition("/")[2].startswith("test_trace.py"),
-        unit="bool",
-        witness=1,
-        rule="X3",
+        "bool",
         expected=True,
+        seen=1,
+        rule="X3",
         evidence=[where],
         instruments=["xla_no_execution"],
     )

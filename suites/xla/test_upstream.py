@@ -154,13 +154,12 @@ def jax_cached(directory: Path, change: str = "") -> Child:
 @lanes("v6e")
 def test_jax_cache_is_hit_in_a_fresh_process(lane: Lane, row, tmp_path: Path) -> None:
     cold, warm = (jax_cached(tmp_path) for _ in range(2))
-    row(
+    row.count(
         "xla/jax_cache/hits_after_restart",
         warm.result["hits"],
-        unit="count",
-        witness=len(list(tmp_path.iterdir())),
-        rule="X1",
         expected=cold.result["misses"],
+        seen=len(list(tmp_path.iterdir())),
+        rule="X1",
         evidence=[f"cold {cold.result}", f"warm {warm.result}"],
     )
 
