@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Named = dict[str, tuple[Tensor, str]]  # name -> (tensor, its axes, one letter each)
+
 IMPLS = ("op", "eager")
 WITH_PEER = (*IMPLS, "upstream")
 
@@ -88,11 +90,52 @@ def peer(op: str, module: str, install: str) -> Any:
         ) from error
 
 
-def check_shapes(op: str, expected: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> None:
-    """Raise ValueError on the first tensor with a wrong shape. `expected`: name -> (tensor, expected shape)."""
-    for name, (tensor, shape) in expected.items():
+def bind_shapes(op: str, spec: str, *tensors: Tensor | None) -> tuple[Named, dict[str, int]]:
+    """Match tensors with a spec such as "q:BTHP k:BTGP" -> (name -> (tensor, axes), axis -> size).
+
+    Each letter is an axis, and its size is that of the first tensor which has it. None is left out.
+    Raises ValueError, with the whole spec, on a wrong number of dimensions.
+    """
+    named: Named = {}
+    for part, tensor in zip(spec.split(), tensors):
+        name, _, axes = part.partition(":")
+        if tensor is not None:
+            named[name] = tensor, axes
+    if any(tensor.dim() != len(axes) for tensor, axes in named.values()):
+        first, *others = [f"{name} must be ({','.join(axes)})" for name, (_, axes) in named.items()]
+        forms = ", ".join([first, *(text.replace(" must be", "") for text in others)])
+        dims = ", ".join(f"{tensor.dim()}-d" for tensor, _ in named.values())
+        raise ValueError(f"{op}: {forms}, not {dims}")
+    sizes: dict[str, int] = {}
+    for tensor, axes in named.values():
+        for axis, size in zip(axes, tensor.shape):
+            sizes.setdefault(axis, size)
+    return named, sizes
+
+
+def check_shapes(op: str, named: Named, sizes: Mapping[str, int]) -> None:
+    """Raise ValueError on the first tensor whose shape differs from the sizes of its axes."""
+    for name, (tensor, axes) in named.items():
+        shape = tuple(sizes[axis] for axis in axes)
         if not has_shape(tensor, shape):
-            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {shape}")
+
+
+def check_scan(op: str, named: Named, sizes: Mapping[str, int], alike: str, chunk_size: int = 1) -> None:
+    """Check the inputs of a scan. alike: names of the tensors that share one dtype, separated by spaces.
+
+    Raises ValueError on a wrong shape, a dtype that is not floating point, different dtypes of the tensors `alike`,
+    document ids that are not int32, and a chunk size below 1.
+    """
+    check_shapes(op, named, sizes)
+    check_floating(op, {name: tensor for name, (tensor, _) in named.items() if name != "doc_ids"})
+    dtypes = [named[name][0].dtype for name in alike.split()]
+    if any(dtype != dtypes[0] for dtype in dtypes):
+        names = ", ".join(alike.split())
+        raise ValueError(f"{op}: {names} must share one dtype, not {', '.join(map(str, dtypes))}")
+    check_doc_ids(op, named["doc_ids"][0])
+    if chunk_size < 1:
+        raise ValueError(f"{op}: chunk_size must be at least 1, not {chunk_size}")
 
 
 def check_floating(op: str, tensors: Mapping[str, Tensor]) -> None:

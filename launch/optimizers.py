@@ -10,7 +10,7 @@ A, B the two sides of a matrix, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -130,20 +130,31 @@ class TensorOptimizer(torch.optim.Optimizer):
     They and the step counts are on the CPU, or with `capturable` on the parameters' device, so that a step is one
     device program, as CUDA graphs and XLA require. Their dtype is fp32, fp64 only for fp64 parameters: Dynamo tracks
     the value of a 0-d fp64 CPU tensor like a Python float, then finds it unnecessary, and compiles twice.
-    `compile` turns the update into one graph; `backend` is torch.compile's.
+
+    compile: turn the update into one graph.
+    backend: of torch.compile.
+    options: the hyper-parameters of DEFAULTS. Raises TypeError on another one.
     """
+
+    RULE: str
+    DEFAULTS: Mapping[str, Any]
 
     def __init__(
         self,
         params: Iterable[Any],
-        defaults: dict[str, Any],
         *,
-        compile: bool,
-        capturable: bool,
-        backend: Backend,
+        compile: bool = False,
+        capturable: bool = False,
+        backend: Backend = "inductor",
+        **options: Any,
     ) -> None:
+        if unknown := sorted(options.keys() - self.DEFAULTS.keys()):
+            raise TypeError(f"unknown option {unknown[0]!r}: expected one of {', '.join(self.DEFAULTS)}")
+        chosen: dict[str, Any] = {"rule": self.RULE, **self.DEFAULTS, **options}
+        if "betas" in chosen:
+            chosen["beta1"], chosen["beta2"] = chosen.pop("betas")
         self.capturable = capturable
-        super().__init__(params, defaults)
+        super().__init__(params, chosen)
         self._update = (
             torch.compile(update, fullgraph=True, dynamic=False, backend=backend) if compile else update
         )
@@ -220,64 +231,22 @@ class TensorOptimizer(torch.optim.Optimizer):
 class AdamW(TensorOptimizer):
     """AdamW, equal to torch.optim.AdamW."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        compile: bool = False,
-        capturable: bool = False,
-        backend: Backend = "inductor",
-    ) -> None:
-        names = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
-        options = {"compile": compile, "capturable": capturable, "backend": backend}
-        super().__init__(params, {"rule": "adamw", **names}, **options)
+    RULE = "adamw"
+    DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
 class Adagrad(TensorOptimizer):
-    """Adagrad, equal to torch.optim.Adagrad."""
+    """Adagrad, equal to torch.optim.Adagrad; initial_total is torch's initial_accumulator_value."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-2,
-        lr_decay: float = 0.0,
-        weight_decay: float = 0.0,
-        initial_total: float = 0.0,
-        eps: float = 1e-10,
-        *,
-        compile: bool = False,
-        capturable: bool = False,
-        backend: Backend = "inductor",
-    ) -> None:
-        names = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay}
-        options = {"compile": compile, "capturable": capturable, "backend": backend}
-        super().__init__(params, {"rule": "adagrad", "initial_total": initial_total, **names}, **options)
+    RULE = "adagrad"
+    DEFAULTS = {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_total": 0.0, "eps": 1e-10}
 
 
 class Muon(TensorOptimizer):
     """Muon for matrices; groups with rule="adamw" take AdamW in the same step and the same graph."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 3e-3,
-        momentum: float = 0.95,
-        weight_decay: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        *,
-        compile: bool = False,
-        capturable: bool = False,
-        backend: Backend = "inductor",
-    ) -> None:
-        names = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eps": eps}
-        names |= {"beta1": betas[0], "beta2": betas[1]}
-        options = {"compile": compile, "capturable": capturable, "backend": backend}
-        super().__init__(params, {"rule": "muon", **names}, **options)
+    RULE = "muon"
+    DEFAULTS = {"lr": 3e-3, "momentum": 0.95, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
 def group_of(owner: nn.Module, path: str, p: Tensor) -> str:

@@ -291,6 +291,6 @@ class HybridConfig:
         """Share of extra slots due to rounding the capacity up to a power of two."""
         return self.bucket(tokens) / self.slots(tokens) - 1.0
 
-    def with_(self, **changes: object) -> HybridConfig:
+    def replace(self, **changes: object) -> HybridConfig:
         """Return a copy with some fields changed (and checked)."""
         return replace(self, **changes)

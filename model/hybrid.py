@@ -69,7 +69,7 @@ class Hybrid(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
         # A copy shared by the blocks: everything that a forward reads from it, such as routing, is fixed from here on.
-        built = config.with_()
+        built = config.replace()
         self.blocks = nn.ModuleList(BLOCKS[kind](built) for kind in config.kinds)
         self.head = LossHead(config.logit_softcap, config.norm_eps)
         self.token_features = TokenFeatures(config) if TokenFeatures.any_enabled(config) else None

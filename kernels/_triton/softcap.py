@@ -15,13 +15,12 @@ Source: softcap (Gemma 2, 2024).
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
-LOG2E = math.log2(math.e)
+from kernels._triton.constants import LOG2E
+
 LARGEST_FAST_CAP = 64.0
 
 
@@ -55,8 +54,8 @@ def softcap_params(scale: float, cap: float, dtype: torch.dtype) -> tuple[str, f
     scale: of the logits; cap: c, 0 for none.
     """
     if cap == 0:
-        return "none", 1.0, scale * LOG2E, 0.0, scale
-    a = cap * LOG2E
+        return "none", 1.0, scale * LOG2E.value, 0.0, scale
+    a = cap * LOG2E.value
     if dtype == torch.float32 or cap > LARGEST_FAST_CAP:
         return "exact", scale / cap, a, 0.0, scale
-    return "fast", 2 * LOG2E * scale / cap, -2 * a, a, 4 * scale
+    return "fast", 2 * LOG2E.value * scale / cap, -2 * a, a, 4 * scale

@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels._triton.block_spans import loop_block
+from kernels._triton.constants import LN2, LOWEST
 from kernels._triton.softcap import apply_softcap, softcap_bwd
 
 # Launch options of one program per SM, and of two.
@@ -138,7 +139,7 @@ def _forward_half(
     x = _logits(x, qk_scale, a, b, SOFTCAP)
     start = N * gl.where(masked > 0, loop_block(0, begin, before, full, False), begin + before)
     x = _visible(x, rows, row_ids, ids, start, N, LOGITS, CAUSAL, WINDOW)
-    largest = gl.maximum(gl.max(x, 1), -1e30)  # finite: a row with no visible key yet must not give nan
+    largest = gl.maximum(gl.max(x, 1), LOWEST)
     weights = gl.exp2(x - largest[:, None])
     total = gl.sum(weights, 1)
     p = gl.convert_layout(weights.to(ring.dtype), FACTOR)
@@ -173,7 +174,7 @@ def _forward_half(
     mbarrier.wait(other_ready.index(last % STAGES), (last // STAGES) & 1)
     acc = warpgroup_mma(p, ring.index(STAGES + last % STAGES), acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
-    gl.store(lse + rows, (largest + gl.log2(total)) * 0.6931471805599453)
+    gl.store(lse + rows, (largest + gl.log2(total)) * LN2)
     query.store((acc / gl.convert_layout(total, gl.SliceLayout(1, RESULT))[:, None]).to(ring.dtype))
     fence_async_shared()
     tma.async_store(out_desc, [token + row + half * HALF, column], query)

@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels._triton.block_spans import block_spans, loop_block
+from kernels._triton.constants import LN2, LOG2E, LOWEST
 from kernels._triton.hopper import has_hopper_gluon
 from kernels._triton.softcap import apply_softcap, softcap_bwd, softcap_params
 from kernels._triton.tiles import apply_mask, load_tile, load_vector, store_tile
@@ -52,7 +53,7 @@ def _forward_kernel(
     rows = block * M + tl.arange(0, M)
     row_ids = load_vector(ids_ptr + first_token, rows, T, EVEN)
     query = load_tile(q_ptr + q_head, block * M, Hq * P, T, P, M, WIDTH, EVEN)
-    largest = tl.full((M,), -1e30, tl.float32)  # finite: a row with no visible key yet must not give nan
+    largest = tl.full((M,), LOWEST, tl.float32)
     total, acc = tl.zeros((M,), tl.float32), tl.zeros((M, WIDTH), tl.float32)
     span = spans_ptr + (batch * tl.num_programs(1) + block) * 4
     begin, before, full, masked = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
@@ -82,7 +83,7 @@ def _forward_kernel(
     total = tl.where(total > 0, total, 1.0)  # rows past the end
     store_tile(out_ptr + q_head, block * M, Hq * P, T, P, acc / total[:, None], False)
     at = lse_ptr + (batch.to(tl.int64) * Hq + head) * T + rows
-    tl.store(at, (largest + tl.log2(total)) * 0.6931471805599453, mask=rows < T)
+    tl.store(at, (largest + tl.log2(total)) * LN2, mask=rows < T)
 
 
 @triton.jit
@@ -100,7 +101,7 @@ def _rows_kernel(
     at = (batch.to(tl.int64) * Hq + head) * T + rows
     tl.store(delta_ptr + at, tl.sum(o * do, 1), mask=rows < T)
     log = tl.load(lse_ptr + at, mask=rows < T, other=0.0)
-    tl.store(shift_ptr + at, b - log * 1.4426950408889634, mask=rows < T)
+    tl.store(shift_ptr + at, b - log * LOG2E, mask=rows < T)
 
 
 @triton.jit

@@ -12,7 +12,15 @@ from kernels.attention.eager import (
     attention_forward_with_lse,
 )
 from kernels.attention.upstream import attention_fa4, attention_flex, attention_sdpa, attention_upstream
-from kernels.op_support import IMPLS, check_doc_ids, check_impl, check_shapes, opaque_op, resolve_impl
+from kernels.op_support import (
+    IMPLS,
+    bind_shapes,
+    check_doc_ids,
+    check_impl,
+    check_shapes,
+    opaque_op,
+    resolve_impl,
+)
 
 PEERS = {"upstream": attention_upstream, "fa4": attention_fa4, "sdpa": attention_sdpa, "flex": attention_flex}
 
@@ -62,18 +70,12 @@ attention_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 def _check(q, k, v, doc_ids, softcap, window, impl):
     check_impl("attention", impl, (*IMPLS, *PEERS))
-    if q.dim() != 4 or k.dim() != 4:
+    named, sizes = bind_shapes("attention", "q:BTHP k:BTGP v:BTGP doc_ids:BT", q, k, v, doc_ids)
+    if sizes["G"] < 1 or sizes["H"] % sizes["G"]:
         raise ValueError(
-            f"attention: q must be (B,T,Hq,P) and k (B,T,Hkv,P), not {q.dim()}-d and {k.dim()}-d"
+            f"attention: {sizes['H']} query heads are not a multiple of {sizes['G']} key/value heads"
         )
-    B, T, Hq, P = q.shape
-    Hkv = k.shape[2]
-    if Hkv < 1 or Hq % Hkv:
-        raise ValueError(f"attention: {Hq} query heads are not a multiple of {Hkv} key/value heads")
-    check_shapes(
-        "attention",
-        {"k": (k, (B, T, Hkv, P)), "v": (v, (B, T, Hkv, P)), "doc_ids": (doc_ids, (B, T))},
-    )
+    check_shapes("attention", named, sizes)
     if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"attention: q, k, v must have one float dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
     check_doc_ids("attention", doc_ids)

@@ -22,11 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._triton.constants import LOG2E
+
 FORWARD = {"SPAN": 64, "AHEAD": 4, "BD": 256, "num_warps": 2}
 BACKWARD = {"SPAN": 64, "AHEAD": 4, "BD": 128, "num_warps": 2}
 # Values rotate through tuples of W and AHEAD entries; unrolling by a common multiple makes that free.
 UNROLL = tl.constexpr(4)
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _push(items, item):
 @triton.jit
 def _one_plus_exp_of_minus(x):
     """1 + exp(-x). exp2 avoids tl.exp's scaling of subnormal results, which vanish next to the 1."""
-    return 1 + tl.exp2(x * -LOG2_E)
+    return 1 + tl.exp2(x * -LOG2E)
 
 
 @triton.jit

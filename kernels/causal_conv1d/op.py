@@ -13,6 +13,7 @@ from kernels.causal_conv1d.eager import (
 from kernels.causal_conv1d.upstream import causal_conv1d_upstream
 from kernels.op_support import (
     WITH_PEER,
+    bind_shapes,
     check_doc_ids,
     check_floating,
     check_impl,
@@ -63,18 +64,11 @@ def _check(x, weight, bias, doc_ids, activation, impl):
     check_impl("causal_conv1d", impl, WITH_PEER)
     if activation not in ACTIVATIONS:
         raise ValueError(f"causal_conv1d: activation is {activation!r}, choices are {ACTIVATIONS}")
-    if x.dim() != 3 or weight.dim() != 2:
-        raise ValueError(
-            f"causal_conv1d: x must be (B,T,D) and weight (D,W), not {x.dim()}-d and {weight.dim()}-d"
-        )
-    B, T, D = x.shape
-    W = weight.shape[1]
-    if W < 1:
+    spec = "x:BTD weight:DW bias:D doc_ids:BT"
+    named, sizes = bind_shapes("causal_conv1d", spec, x, weight, bias, doc_ids)
+    if sizes["W"] < 1:
         raise ValueError("causal_conv1d: weight needs at least one tap")
-    check_shapes(
-        "causal_conv1d",
-        {"weight": (weight, (D, W)), "bias": (bias, (D,)), "doc_ids": (doc_ids, (B, T))},
-    )
+    check_shapes("causal_conv1d", named, sizes)
     check_floating("causal_conv1d", {"x": x, "weight": weight, "bias": bias})
     check_doc_ids("causal_conv1d", doc_ids)
 

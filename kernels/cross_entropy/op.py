@@ -11,7 +11,7 @@ from kernels.cross_entropy.eager import (
     cross_entropy_eager,
     cross_entropy_with_sums,
 )
-from kernels.op_support import check_floating, check_impl, check_shapes, opaque_op, resolve_impl
+from kernels.op_support import check_floating, check_impl, has_shape, opaque_op, resolve_impl
 
 
 @opaque_op(eager_fp64=True)
@@ -66,7 +66,9 @@ def _check(logits, target, softcap, impl):
         raise ValueError(
             f"cross_entropy: logits must be (..., V) with V at least 1, not {tuple(logits.shape)}"
         )
-    check_shapes("cross_entropy", {"target": (target, logits.shape[:-1])})
+    if not has_shape(target, logits.shape[:-1]):
+        shapes = f"{tuple(target.shape)}, expected {tuple(logits.shape[:-1])}"
+        raise ValueError(f"cross_entropy: target has shape {shapes}")
     if target.dtype != torch.int64:
         raise ValueError(f"cross_entropy: target must be int64, not {target.dtype}")
     if softcap < 0:

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._triton.constants import LN2, LOG2E, LOWEST
 from kernels._triton.softcap import apply_softcap, softcap_bwd, softcap_params
 from kernels.dsa_indexer.kernel_choice import dsa_indexer_fwd_kernel
 from kernels.dsa_indexer.kernel_loss import (
@@ -61,7 +62,7 @@ def _forward_kernel(
     columns, head = tl.arange(0, WIDTH), tl.arange(0, M)
     q_at = (token * Hq + group * R + head) * P
     query = gather_rows(q_ptr, q_at, columns, head < R, P)
-    largest = tl.full((M,), -1e30, tl.float32)  # finite: a query without keys must not give nan
+    largest = tl.full((M,), LOWEST, tl.float32)
     total, acc = tl.zeros((M,), tl.float32), tl.zeros((M, WIDTH), tl.float32)
     for start in range(0, K, N):
         place = start + tl.arange(0, N)
@@ -87,7 +88,7 @@ def _forward_kernel(
         mask=mask,
     )
     at = (batch * Hq + group * R + head) * T + within
-    log = tl.where(some, (largest + tl.log2(total)) * 0.6931471805599453, 0.0)
+    log = tl.where(some, (largest + tl.log2(total)) * LN2, 0.0)
     tl.store(lse_ptr + at, log, mask=head < R)
 
 
@@ -112,7 +113,7 @@ def _dq_kernel(
     )
     o = gather_rows(out_ptr, q_at, columns, head < R, P)
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    row_shift = b - tl.load(lse_ptr + row_at, mask=head < R, other=0.0) * 1.4426950408889634
+    row_shift = b - tl.load(lse_ptr + row_at, mask=head < R, other=0.0) * LOG2E
     tl.store(delta_ptr + row_at, row_delta, mask=head < R)
     tl.store(shift_ptr + row_at, row_shift, mask=head < R)
     dquery = tl.zeros((M, WIDTH), tl.float32)

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._triton.constants import LOWEST
 from kernels._triton.softcap import apply_softcap, softcap_params
 from kernels.dsa_indexer.kernel_tiles import by_key, checked_width, gather_rows, query_blocks
 
@@ -122,7 +123,7 @@ def _target_kernel(
     batch, token = (token // T).to(tl.int64), token.to(tl.int64)
     columns, head = tl.arange(0, WIDTH), tl.arange(0, M)
     query = gather_rows(q_ptr, (token * Hq + group * R + head) * P, columns, head < R, P)
-    largest = tl.full((M,), -1e30, tl.float32)  # finite: a query without keys must not give nan
+    largest = tl.full((M,), LOWEST, tl.float32)
     total = tl.zeros((M,), tl.float32)
     for start in range(0, K, N):
         x = _logits(

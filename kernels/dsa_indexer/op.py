@@ -19,6 +19,7 @@ from kernels.dsa_indexer.eager import (
 )
 from kernels.op_support import (
     autocast_disabled,
+    bind_shapes,
     check_doc_ids,
     check_floating,
     check_impl,
@@ -129,10 +130,7 @@ def _(q, k, indices, scale, softcap):
 
 
 def _check_index(op, q, k, weights):
-    if q.dim() != 4:
-        raise ValueError(f"{op}: q must be (B,T,J,P), not {q.dim()}-d")
-    B, T, J, width = q.shape
-    check_shapes(op, {"k": (k, (B, T, width)), "weights": (weights, (B, T, J))})
+    check_shapes(op, *bind_shapes(op, "q:BTJP k:BTP weights:BTJ", q, k, weights))
     check_floating(op, {"q": q, "k": k, "weights": weights})
     if q.dtype != k.dtype:
         raise ValueError(f"{op}: q and k must have one float dtype, not {q.dtype} and {k.dtype}")
@@ -141,17 +139,14 @@ def _check_index(op, q, k, weights):
 def _check_choice(op, q, indices):
     if indices.dim() != 3 or indices.dtype != torch.int32:
         raise ValueError(f"{op}: indices must be (B,T,K) int32, not {indices.dim()}-d {indices.dtype}")
-    check_shapes(op, {"indices": (indices, (*q.shape[:2], indices.shape[2]))})
+    check_shapes(op, *bind_shapes(op, "q:BTHP indices:BTK", q, indices))
 
 
 def _check_attention(op, q, k, indices, softcap):
-    if q.dim() != 4 or k.dim() != 4:
-        raise ValueError(f"{op}: q must be (B,T,Hq,P) and k (B,T,Hkv,P), not {q.dim()}-d and {k.dim()}-d")
-    B, T, Hq, P = q.shape
-    Hkv = k.shape[2]
-    if Hkv < 1 or Hq % Hkv:
-        raise ValueError(f"{op}: {Hq} query heads are not a multiple of {Hkv} key/value heads")
-    check_shapes(op, {"k": (k, (B, T, Hkv, P))})
+    named, sizes = bind_shapes(op, "q:BTHP k:BTGP", q, k)
+    if sizes["G"] < 1 or sizes["H"] % sizes["G"]:
+        raise ValueError(f"{op}: {sizes['H']} query heads are not a multiple of {sizes['G']} key/value heads")
+    check_shapes(op, named, sizes)
     check_floating(op, {"q": q})
     if q.dtype != k.dtype:
         raise ValueError(f"{op}: q and k must have one float dtype, not {q.dtype} and {k.dtype}")
@@ -176,7 +171,7 @@ def dsa_indexer(
     """
     check_impl("dsa_indexer", impl)
     _check_index("dsa_indexer", q, k, weights)
-    check_shapes("dsa_indexer", {"doc_ids": (doc_ids, (q.shape[0], q.shape[1]))})
+    check_shapes("dsa_indexer", *bind_shapes("dsa_indexer", "q:BTJP doc_ids:BT", q, doc_ids))
     check_doc_ids("dsa_indexer", doc_ids)
     if top_k < 1:
         raise ValueError(f"dsa_indexer: top_k ({top_k}) must be at least 1")
@@ -209,7 +204,7 @@ def dsa_attention(
     """
     check_impl("dsa_attention", impl)
     _check_attention("dsa_attention", q, k, indices, softcap)
-    check_shapes("dsa_attention", {"v": (v, tuple(k.shape))})
+    check_shapes("dsa_attention", *bind_shapes("dsa_attention", "k:BTGP v:BTGP", k, v))
     if v.dtype != q.dtype:
         raise ValueError(f"dsa_attention: q and v must have one float dtype, not {q.dtype} and {v.dtype}")
     impl = resolve_impl(impl, q)
@@ -271,7 +266,9 @@ def dsa_indexer_loss(
     Source: DeepSeek-V3.2-Exp (2025), the loss of the sparse stage.
     """
     scores = dsa_chosen_scores(q, k, weights, indices, impl=impl)
-    check_shapes("dsa_indexer_loss", {"target": (target, tuple(indices.shape))})
+    check_shapes(
+        "dsa_indexer_loss", *bind_shapes("dsa_indexer_loss", "indices:BTK target:BTK", indices, target)
+    )
     check_floating("dsa_indexer_loss", {"target": target})
     with autocast_disabled(q):
         return dsa_loss_eager(scores, indices, target)

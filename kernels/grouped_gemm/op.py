@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.grouped_gemm.eager import grouped_gemm_backward_eager, grouped_gemm_eager
 from kernels.grouped_gemm.padded import grouped_gemm_padded
 from kernels.grouped_gemm.upstream import grouped_gemm_upstream
-from kernels.op_support import WITH_PEER, check_impl, check_shapes, opaque_op
+from kernels.op_support import WITH_PEER, bind_shapes, check_impl, check_shapes, opaque_op
 
 IMPLS = (*WITH_PEER, "padded")
 
@@ -49,14 +49,10 @@ grouped_gemm_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 def _check(x, weight, counts, impl, bucket):
     check_impl("grouped_gemm", impl, IMPLS)
-    if x.dim() != 2 or weight.dim() != 3:
-        raise ValueError(
-            f"grouped_gemm: x must be (M,D_in) and weight (E,D_in,D_out), not {x.dim()}-d and {weight.dim()}-d"
-        )
-    E, D_in, _ = weight.shape
+    named, sizes = bind_shapes("grouped_gemm", "weight:EDF x:MD counts:E", weight, x, counts)
     if min(weight.shape) < 1:
         raise ValueError(f"grouped_gemm: weight has shape {tuple(weight.shape)}, no side may be empty")
-    check_shapes("grouped_gemm", {"x": (x, (x.shape[0], D_in)), "counts": (counts, (E,))})
+    check_shapes("grouped_gemm", named, sizes)
     if not x.is_floating_point() or x.dtype != weight.dtype:
         raise ValueError(
             f"grouped_gemm: x and weight must have one float dtype, not {x.dtype}, {weight.dtype}"

@@ -25,9 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._triton.constants import LOG2E
+
 AHEAD = 4
 UNROLL = tl.constexpr(4)  # values rotate through tuples of AHEAD entries; free if unrolled as often
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def _append(items, item):
 def _tanh(x):
     """tanh(x) to a few ulp: Lambert's continued fraction near 0, where 1 - exp(-2|x|) cancels."""
     s, size = x * x, tl.abs(x)
-    e = tl.exp2(size * (-2 * LOG2_E))
+    e = tl.exp2(size * (-2 * LOG2E))
     far = tl.where(x < 0, e - 1, 1 - e)
     near = x * (135135 + s * (17325 + s * (378 + s)))
     below = tl.where(size < 0.55, 135135 + s * (62370 + s * (3150 + s * 28)), 1 + e)

@@ -9,10 +9,9 @@ from torch import Tensor
 from kernels.m2rnn.eager import m2rnn_backward_eager, m2rnn_eager, m2rnn_forward_with_states
 from kernels.op_support import (
     autocast_disabled,
-    check_doc_ids,
-    check_floating,
+    bind_shapes,
     check_impl,
-    check_shapes,
+    check_scan,
     opaque_op,
     resolve_impl,
 )
@@ -63,26 +62,11 @@ m2rnn_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 def _check(q, k, v, W, f, doc_ids, h0, impl):
     check_impl("m2rnn", impl)
-    if k.dim() != 4 or v.dim() != 4:
-        raise ValueError(f"m2rnn: k must be (B,T,H,K) and v (B,T,H,V), not {k.dim()}-d and {v.dim()}-d")
-    B, T, H, K = k.shape
-    V = v.shape[3]
-    if T < 1:
+    spec = "k:BTHK v:BTHV q:BTHK W:HVV f:BTH doc_ids:BT h0:BHKV"
+    named, sizes = bind_shapes("m2rnn", spec, k, v, q, W, f, doc_ids, h0)
+    if sizes["T"] < 1:
         raise ValueError("m2rnn: T must be at least 1")
-    shapes = {
-        "q": (q, (B, T, H, K)),
-        "v": (v, (B, T, H, V)),
-        "W": (W, (H, V, V)),
-        "f": (f, (B, T, H)),
-        "doc_ids": (doc_ids, (B, T)),
-    }
-    if h0 is not None:
-        shapes["h0"] = (h0, (B, H, K, V))
-    check_shapes("m2rnn", shapes)
-    check_floating("m2rnn", {name: tensor for name, (tensor, _) in shapes.items() if name != "doc_ids"})
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"m2rnn: q, k, v must share one dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
-    check_doc_ids("m2rnn", doc_ids)
+    check_scan("m2rnn", named, sizes, "q k v")
 
 
 def m2rnn(

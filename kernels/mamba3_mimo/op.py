@@ -13,10 +13,9 @@ from kernels.mamba3_mimo.upstream import mamba3_mimo_upstream
 from kernels.op_support import (
     WITH_PEER,
     autocast_disabled,
-    check_doc_ids,
-    check_floating,
+    bind_shapes,
     check_impl,
-    check_shapes,
+    check_scan,
     opaque_op,
     resolve_impl,
 )
@@ -82,45 +81,21 @@ def _check(
     q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids, state, chunk_size, impl
 ):  # fmt: skip
     check_impl("mamba3_mimo", impl, WITH_PEER)
-    if v.dim() != 4 or q.dim() != 5 or angles.dim() != 4:
-        dims = f"{v.dim()}-d, {q.dim()}-d, {angles.dim()}-d"
-        raise ValueError(f"mamba3_mimo: v must be (B,T,H,P), q (B,T,R,G,N), angles (B,T,H,A), not {dims}")
-    B, T, H, P = v.shape
-    R, G, N = q.shape[2:]
-    A = angles.shape[3]
+    spec = (
+        "v:BTHP q:BTRGN angles:BTHA k:BTRGN adt:BTH dt:BTH trap:BTH q_bias:HRN k_bias:HRN mimo_v:HRP mimo_z:HRP "
+        "mimo_out:HRP D:H z:BTHP doc_ids:BT state.theta:BHA state.h:BHPN state.k_prev:BHRN state.v_prev:BHP"
+    )
+    tensors = (
+        v, q, angles, k, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, D, z, doc_ids, *(state or ())
+    )  # fmt: skip
+    named, sizes = bind_shapes("mamba3_mimo", spec, *tensors)
+    T, R, H, G, A, N = (sizes[axis] for axis in "TRHGAN")
     if T < 1 or R < 1 or H % G or 2 * A > N:
         raise ValueError(
             "mamba3_mimo: expected T >= 1, R >= 1, H divisible by G and 2A <= N, not "
             f"T={T}, R={R}, H={H}, G={G}, A={A}, N={N}"
         )
-    shapes = {
-        "q": (q, (B, T, R, G, N)),
-        "k": (k, (B, T, R, G, N)),
-        "v": (v, (B, T, H, P)),
-        "adt": (adt, (B, T, H)),
-        "dt": (dt, (B, T, H)),
-        "trap": (trap, (B, T, H)),
-        "q_bias": (q_bias, (H, R, N)),
-        "k_bias": (k_bias, (H, R, N)),
-        "mimo_v": (mimo_v, (H, R, P)),
-        "mimo_z": (mimo_z, (H, R, P)),
-        "mimo_out": (mimo_out, (H, R, P)),
-        "angles": (angles, (B, T, H, A)),
-        "D": (D, (H,)),
-        "z": (z, (B, T, H, P)),
-        "doc_ids": (doc_ids, (B, T)),
-    }
-    if state is not None:
-        expected = {"theta": (B, H, A), "h": (B, H, P, N), "k_prev": (B, H, R, N), "v_prev": (B, H, P)}
-        shapes |= {f"state.{name}": (t, shape) for t, (name, shape) in zip(state, expected.items())}
-    check_shapes("mamba3_mimo", shapes)
-    check_floating("mamba3_mimo", {name: tensor for name, (tensor, _) in shapes.items() if name != "doc_ids"})
-    if not q.dtype == k.dtype == v.dtype == z.dtype:
-        dtypes = ", ".join(str(t.dtype) for t in (q, k, v, z))
-        raise ValueError(f"mamba3_mimo: q, k, v, z must share one dtype, not {dtypes}")
-    check_doc_ids("mamba3_mimo", doc_ids)
-    if chunk_size < 1:
-        raise ValueError(f"mamba3_mimo: chunk_size must be at least 1, not {chunk_size}")
+    check_scan("mamba3_mimo", named, sizes, "q k v z", chunk_size)
 
 
 def mamba3_mimo(

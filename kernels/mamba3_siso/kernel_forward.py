@@ -10,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels._triton.constants import LOG2E
+
 TAU = tl.constexpr(6.283185307179586)
-LOG2E = tl.constexpr(1.4426950408889634)
 TWO_TO_32 = tl.constexpr(4294967296.0)
 ROWS = tl.constexpr(6)  # of the coefficients (B,H,C,6,L), see `prepare_kernel`
 HIGH, LOW, GAMMA, SCALE, SINCE, UNTIL = (tl.constexpr(i) for i in range(6))

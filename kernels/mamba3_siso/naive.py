@@ -11,7 +11,7 @@ belongs to the first document of its row. The derivative of "mod 2 pi" is taken 
 through its sine and cosine, which are unaffected by the jump.
 
 B batch, T tokens, H heads, P head dim, N state dim, G groups (head i reads group i // (H/G)),
-R rotation angles (2R <= N), .
+R rotation angles (2R <= N).
 Source: Mamba-3 (arXiv 2603.15569).
 """
 

@@ -12,10 +12,9 @@ from kernels.mamba3_siso.upstream import mamba3_siso_upstream
 from kernels.op_support import (
     WITH_PEER,
     autocast_disabled,
-    check_doc_ids,
-    check_floating,
+    bind_shapes,
     check_impl,
-    check_shapes,
+    check_scan,
     opaque_op,
     resolve_impl,
 )
@@ -76,41 +75,18 @@ mamba3_siso_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 def _check(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids, state, chunk_size, impl):
     check_impl("mamba3_siso", impl, WITH_PEER)
-    if v.dim() != 4 or q.dim() != 4 or angles.dim() != 4:
-        dims = f"{v.dim()}-d, {q.dim()}-d, {angles.dim()}-d"
-        raise ValueError(f"mamba3_siso: v must be (B,T,H,P), q (B,T,G,N), angles (B,T,H,R), not {dims}")
-    B, T, H, P = v.shape
-    G, N = q.shape[2:]
-    R = angles.shape[3]
+    spec = (
+        "v:BTHP q:BTGN angles:BTHR k:BTGN adt:BTH dt:BTH trap:BTH q_bias:HN k_bias:HN D:H z:BTHP doc_ids:BT "
+        "state.theta:BHR state.h:BHPN state.k_prev:BHN state.v_prev:BHP"
+    )
+    tensors = (v, q, angles, k, adt, dt, trap, q_bias, k_bias, D, z, doc_ids, *(state or ()))
+    named, sizes = bind_shapes("mamba3_siso", spec, *tensors)
+    T, H, G, R, N = (sizes[axis] for axis in "THGRN")
     if T < 1 or H % G or 2 * R > N:
         raise ValueError(
             f"mamba3_siso: expected T >= 1, H divisible by G and 2R <= N, not T={T}, H={H}, G={G}, R={R}, N={N}"
         )
-    shapes = {
-        "q": (q, (B, T, G, N)),
-        "k": (k, (B, T, G, N)),
-        "v": (v, (B, T, H, P)),
-        "adt": (adt, (B, T, H)),
-        "dt": (dt, (B, T, H)),
-        "trap": (trap, (B, T, H)),
-        "q_bias": (q_bias, (H, N)),
-        "k_bias": (k_bias, (H, N)),
-        "angles": (angles, (B, T, H, R)),
-        "D": (D, (H,)),
-        "z": (z, (B, T, H, P)),
-        "doc_ids": (doc_ids, (B, T)),
-    }
-    if state is not None:
-        expected = {"theta": (B, H, R), "h": (B, H, P, N), "k_prev": (B, H, N), "v_prev": (B, H, P)}
-        shapes |= {f"state.{name}": (t, shape) for t, (name, shape) in zip(state, expected.items())}
-    check_shapes("mamba3_siso", shapes)
-    check_floating("mamba3_siso", {name: tensor for name, (tensor, _) in shapes.items() if name != "doc_ids"})
-    if not q.dtype == k.dtype == v.dtype == z.dtype:
-        dtypes = ", ".join(str(t.dtype) for t in (q, k, v, z))
-        raise ValueError(f"mamba3_siso: q, k, v, z must share one dtype, not {dtypes}")
-    check_doc_ids("mamba3_siso", doc_ids)
-    if chunk_size < 1:
-        raise ValueError(f"mamba3_siso: chunk_size must be at least 1, not {chunk_size}")
+    check_scan("mamba3_siso", named, sizes, "q k v z", chunk_size)
 
 
 def mamba3_siso(

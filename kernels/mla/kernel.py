@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels._triton.block_spans import block_spans, loop_block
+from kernels._triton.constants import LN2, LOG2E, LOWEST
 from kernels._triton.softcap import apply_softcap, softcap_bwd, softcap_params
 from kernels._triton.tiles import apply_mask, load_tile, load_vector, store_tile
 from kernels.op_support import contiguous_clone
@@ -51,7 +52,7 @@ def _forward_kernel(
     row_ids = load_vector(ids_ptr + first_token, rows, T, EVEN)
     nope = load_tile(q_nope_ptr + at * P, block * M, H * P, T, P, M, WP, EVEN)
     rope = load_tile(q_rope_ptr + at * R, block * M, H * R, T, R, M, WR, EVEN)
-    largest = tl.full((M,), -1e30, tl.float32)  # finite: a row with no visible key yet must not give nan
+    largest = tl.full((M,), LOWEST, tl.float32)
     total, acc = tl.zeros((M,), tl.float32), tl.zeros((M, WV), tl.float32)
     span = spans_ptr + (batch * tl.num_programs(1) + block) * 4
     begin, before, full, masked = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
@@ -77,7 +78,7 @@ def _forward_kernel(
     total = tl.where(total > 0, total, 1.0)  # rows past the end
     store_tile(out_ptr + at * V, block * M, H * V, T, V, acc / total[:, None], True)
     lse_ptr += (batch.to(tl.int64) * H + head) * T + rows
-    tl.store(lse_ptr, (largest + tl.log2(total)) * 0.6931471805599453, mask=rows < T)
+    tl.store(lse_ptr, (largest + tl.log2(total)) * LN2, mask=rows < T)
 
 
 @triton.jit
@@ -95,7 +96,7 @@ def _rows_kernel(
     at = (batch.to(tl.int64) * H + head) * T + rows
     tl.store(delta_ptr + at, tl.sum(o * do, 1), mask=rows < T)
     log = tl.load(lse_ptr + at, mask=rows < T, other=0.0)
-    tl.store(shift_ptr + at, b - log * 1.4426950408889634, mask=rows < T)
+    tl.store(shift_ptr + at, b - log * LOG2E, mask=rows < T)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from kernels.mla.eager import (
 )
 from kernels.op_support import (
     autocast_disabled,
+    bind_shapes,
     check_doc_ids,
     check_impl,
     check_shapes,
@@ -71,23 +72,9 @@ mla_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check(op, q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, softcap):
-    if q_nope.dim() != 4 or c_kv.dim() != 3 or q_rope.dim() != 4 or W_uv.dim() != 3:
-        raise ValueError(
-            f"{op}: q_nope and q_rope must be 4-d, c_kv and W_uv 3-d, not "
-            f"{q_nope.dim()}-d, {q_rope.dim()}-d, {c_kv.dim()}-d and {W_uv.dim()}-d"
-        )
-    B, S, H, P = q_nope.shape
-    T, C = c_kv.shape[1:]
-    R, Pv = q_rope.shape[-1], W_uv.shape[1]
-    shapes = {
-        "q_rope": (q_rope, (B, S, H, R)),
-        "c_kv": (c_kv, (B, T, C)),
-        "k_rope": (k_rope, (B, T, R)),
-        "W_uk": (W_uk, (H, P, C)),
-        "W_uv": (W_uv, (H, Pv, C)),
-        "doc_ids": (doc_ids, (B, T)),
-    }
-    check_shapes(op, shapes)
+    spec = "q_nope:BSHP q_rope:BSHR c_kv:BTC k_rope:BTR W_uk:HPC W_uv:HVC doc_ids:BT"
+    named, sizes = bind_shapes(op, spec, q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids)
+    check_shapes(op, named, sizes)
     tensors = (q_nope, q_rope, c_kv, k_rope, W_uk, W_uv)
     if not q_nope.is_floating_point() or any(t.dtype != q_nope.dtype for t in tensors):
         raise ValueError(f"{op}: its inputs must have one float dtype, not {[t.dtype for t in tensors]}")

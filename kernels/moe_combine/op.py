@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe_combine.eager import moe_combine_backward_eager, moe_combine_eager
-from kernels.op_support import check_impl, check_shapes, opaque_op, resolve_impl
+from kernels.op_support import bind_shapes, check_impl, check_shapes, opaque_op, resolve_impl
 
 
 @opaque_op()
@@ -52,15 +52,13 @@ moe_combine_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 def _check(y, expert, slot, weights, bucket, out_dtype, impl):
     check_impl("moe_combine", impl)
-    if y.dim() != 3 or expert.dim() != 3:
-        raise ValueError(
-            f"moe_combine: y must be (E,B*C,D) and expert (B,T,K), not {y.dim()}-d and {expert.dim()}-d"
-        )
+    spec = "y:ESD expert:BTK slot:BTK weights:BTK"  # S = B * bucket
+    named, sizes = bind_shapes("moe_combine", spec, y, expert, slot, weights)
     if bucket < 1 or y.shape[1] != expert.shape[0] * bucket:
         raise ValueError(
             f"moe_combine: y has {y.shape[1]} rows per expert, expected B * bucket = {expert.shape[0]} * {bucket}"
         )
-    check_shapes("moe_combine", {"slot": (slot, expert.shape), "weights": (weights, expert.shape)})
+    check_shapes("moe_combine", named, sizes)
     if expert.dtype != torch.int64 or slot.dtype != torch.int64:
         raise ValueError(f"moe_combine: expert and slot must be int64, not {expert.dtype} and {slot.dtype}")
     if weights.dtype not in (torch.float32, torch.float64):

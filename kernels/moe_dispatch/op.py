@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe_dispatch.eager import moe_dispatch_backward_eager, moe_dispatch_eager
-from kernels.op_support import check_floating, check_impl, has_shape, opaque_op, resolve_impl
+from kernels.op_support import bind_shapes, check_floating, check_impl, check_shapes, opaque_op, resolve_impl
 
 
 @opaque_op()
@@ -52,14 +52,7 @@ moe_dispatch_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 def _check(x, expert, num_experts, bucket, impl):
     check_impl("moe_dispatch", impl)
-    if x.dim() != 3 or expert.dim() != 3:
-        raise ValueError(
-            f"moe_dispatch: x must be (B,T,D) and expert (B,T,K), not {x.dim()}-d and {expert.dim()}-d"
-        )
-    if not has_shape(expert, (*x.shape[:2], expert.shape[2])):
-        raise ValueError(
-            f"moe_dispatch: expert has shape {tuple(expert.shape)}, x has {tuple(x.shape)}: B, T differ"
-        )
+    check_shapes("moe_dispatch", *bind_shapes("moe_dispatch", "x:BTD expert:BTK", x, expert))
     check_floating("moe_dispatch", {"x": x})
     if expert.dtype != torch.int64:
         raise ValueError(f"moe_dispatch: expert must be int64, not {expert.dtype}")

@@ -21,17 +21,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels._triton.constants import LOG2E
+
 TILE = 2048  # elements of a tile, unless a group is larger
 # Registers per thread, and the warps that then fit on the H200's 132 SMs at once: programs are launched to fill these.
 FORWARD_REGISTERS, FORWARD_WARPS = 64, 132 * 32
 BACKWARD_REGISTERS, BACKWARD_WARPS = 128, 132 * 16
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _sigmoid(x):
     """sigmoid(x). exp2 avoids tl.exp's scaling of subnormal results, which vanish next to the 1."""
-    return 1 / (1 + tl.exp2(x * -LOG2_E))
+    return 1 / (1 + tl.exp2(x * -LOG2E))
 
 
 @triton.jit

@@ -5,7 +5,7 @@ D channels, S group size.
 
 from torch import Tensor
 
-from kernels.op_support import WITH_PEER, check_floating, check_impl, check_shapes, opaque_op, resolve_impl
+from kernels.op_support import WITH_PEER, check_floating, check_impl, has_shape, opaque_op, resolve_impl
 from kernels.rms_norm_gated.eager import rms_norm_gated_backward_eager, rms_norm_gated_eager
 from kernels.rms_norm_gated.upstream import rms_norm_gated_upstream
 
@@ -56,7 +56,11 @@ def _check(x, gate, weight, eps, group_size, impl) -> int:
         raise ValueError("rms_norm_gated: x must be (..., D), not 0-d")
     D = x.shape[-1]
     S = D if group_size is None else group_size
-    check_shapes("rms_norm_gated", {"gate": (gate, x.shape), "weight": (weight, (D,))})
+    for name, tensor, shape in (("gate", gate, x.shape), ("weight", weight, (D,))):
+        if not has_shape(tensor, shape):
+            raise ValueError(
+                f"rms_norm_gated: {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}"
+            )
     check_floating("rms_norm_gated", {"x": x, "gate": gate, "weight": weight})
     if S < 1 or D % S:
         raise ValueError(f"rms_norm_gated: {D} channels do not split into groups of {S}")

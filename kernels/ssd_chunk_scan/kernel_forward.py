@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from kernels._triton.constants import LOG2E
+
 # 2^-160 is zero in fp32: clamp larger decays, so that they do not cost neighbouring tokens their precision.
 FORGOTTEN = tl.constexpr(-160.0)
 

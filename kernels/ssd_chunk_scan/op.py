@@ -9,10 +9,9 @@ from torch import Tensor
 from kernels.op_support import (
     WITH_PEER,
     autocast_disabled,
-    check_doc_ids,
-    check_floating,
+    bind_shapes,
     check_impl,
-    check_shapes,
+    check_scan,
     opaque_op,
     resolve_impl,
 )
@@ -63,34 +62,13 @@ ssd_chunk_scan_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 def _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl):
     check_impl("ssd_chunk_scan", impl, WITH_PEER)
-    if x.dim() != 4 or Bmat.dim() != 4:
-        raise ValueError(
-            f"ssd_chunk_scan: x must be (B,T,H,P), Bmat (B,T,G,N), not {x.dim()}-d, {Bmat.dim()}-d"
-        )
-    B, T, H, P = x.shape
-    G, N = Bmat.shape[2:]
+    spec = "x:BTHP Bmat:BTGN Cmat:BTGN dt:BTH A:H D:H doc_ids:BT initial_state:BHPN"
+    tensors = (x, Bmat, Cmat, dt, A, D, doc_ids, initial_state)
+    named, sizes = bind_shapes("ssd_chunk_scan", spec, *tensors)
+    T, H, G = (sizes[axis] for axis in "THG")
     if T < 1 or H % G:
         raise ValueError(f"ssd_chunk_scan: expected T >= 1 and H divisible by G, not T={T}, H={H}, G={G}")
-    shapes = {
-        "x": (x, (B, T, H, P)),
-        "dt": (dt, (B, T, H)),
-        "A": (A, (H,)),
-        "Bmat": (Bmat, (B, T, G, N)),
-        "Cmat": (Cmat, (B, T, G, N)),
-        "D": (D, (H,)),
-        "doc_ids": (doc_ids, (B, T)),
-    }
-    if initial_state is not None:
-        shapes["initial_state"] = (initial_state, (B, H, P, N))
-    check_shapes("ssd_chunk_scan", shapes)
-    floats = {name: tensor for name, (tensor, _) in shapes.items() if name != "doc_ids"}
-    check_floating("ssd_chunk_scan", floats)
-    if not x.dtype == Bmat.dtype == Cmat.dtype:
-        dtypes = ", ".join(str(t.dtype) for t in (x, Bmat, Cmat))
-        raise ValueError(f"ssd_chunk_scan: x, Bmat, Cmat must share one dtype, not {dtypes}")
-    check_doc_ids("ssd_chunk_scan", doc_ids)
-    if chunk_size < 1:
-        raise ValueError(f"ssd_chunk_scan: chunk_size must be at least 1, not {chunk_size}")
+    check_scan("ssd_chunk_scan", named, sizes, "x Bmat Cmat", chunk_size)
 
 
 def ssd_chunk_scan(

@@ -138,11 +138,11 @@ def report(world: int, row: RowRecorder) -> None:
         pytest.skip(f"not run: {reason}")
     values, several = with_one_rank("cuda", world, WORK)
     for name, id in ids.items():
-        row(
+        row.cost(
             id,
             values[name],
-            unit=UNITS[name],
-            witness=sum(one["timed"] for one in several["regional"]),
+            UNITS[name],
+            seen=sum(one["timed"] for one in several["regional"]),
             rule="C18" if name.startswith("compile") else "C14",
             better="higher" if name in ("tokens_per_second_per_rank", "efficiency") else "lower",
             tolerance=0.1,

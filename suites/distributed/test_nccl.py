@@ -104,13 +104,13 @@ def test_traces_number_collectives_alike_on_all_ranks(lane: Lane, row) -> None:
     first, *others = sound(results, "trace")
     assert {name: len(numbers) for name, numbers in first.items()} == COLLECTIVES
     numbered = not any(None in numbers for numbers in first.values())
-    row(
+    row.cost(
         "distributed/nccl_trace/capability",
         int(numbered),
-        unit="capability",
-        witness=sum(map(len, first.values())),
-        rule="R1",
+        "capability",
         better="higher",
+        seen=sum(map(len, first.values())),
+        rule="R1",
         evidence=[f"rank 0: {first}"],
     )
     if numbered:

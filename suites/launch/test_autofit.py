@@ -120,7 +120,7 @@ def sparse() -> Hybrid:
 
 def sparse_config() -> HybridConfig:
     config = preset("nam56r", "narrow")
-    return config.with_(layer_pattern="AM", depth=2, dsa=replace(config.dsa, ranks=(1,)))
+    return config.replace(layer_pattern="AM", depth=2, dsa=replace(config.dsa, ranks=(1,)))
 
 
 def test_split_step_takes_the_indexers_loss_once() -> None:

@@ -141,9 +141,9 @@ def test_lr_schedule_compiles_to_one_graph(lane: Lane, name: str, row, canaries)
     plain = train(made(name, parameters(lane.device), **EXACT[name]), 10)
     oracle = train(made(name, parameters(lane.device, torch.float64), **EXACT[name]), 10)
     case = f"launch/optimizer-{name}-{lane.name}"
-    shared = {"unit": "count", "witness": report.calls, "rule": "X2", "evidence": report.evidence()}
-    row(f"{case}/recompiles", len(report.recompiles), expected=0, instruments=INSTRUMENTS, **shared)
-    row(f"{case}/unique_graphs", report.unique_graphs, expected=1, instruments=INSTRUMENTS, **shared)
+    shared = {"seen": report.calls, "rule": "X2", "evidence": report.evidence(), "instruments": INSTRUMENTS}
+    row.count(f"{case}/recompiles", len(report.recompiles), expected=0, **shared)
+    row.count(f"{case}/unique_graphs", report.unique_graphs, expected=1, **shared)
     ratio = {"parameters": error_ratio(found, plain, oracle)}
     ratio_row(row, f"{case}/compiled_error_ratio", ratio, oracle.numel(), AT_MOST["forward"])
 

@@ -87,7 +87,7 @@ def test_means_restart_in_each_document(lane: Lane) -> None:
 
 @lanes("cpu", "h200")
 def test_mixed_branches_start_as_their_sum(lane: Lane) -> None:
-    mixed = CONFIG.with_(hyper=HyperConfig(mix_branches=True))
+    mixed = CONFIG.replace(hyper=HyperConfig(mix_branches=True))
     x, doc_ids = stream(lane)
     positions = torch.arange(T, dtype=torch.int32, device=lane.device).expand_as(doc_ids)
     built = []
@@ -109,7 +109,7 @@ def test_mixed_branches_start_as_their_sum(lane: Lane) -> None:
 @lanes("cpu")
 def test_mixed_branches_equal_the_formula(lane: Lane) -> None:
     """Token by token: x + sum_i w_i b_i with w = 2 softmax of tanh(norm(b_i) . score_i / sqrt D)."""
-    config = CONFIG.with_(hyper=HyperConfig(mix_branches=True))
+    config = CONFIG.replace(hyper=HyperConfig(mix_branches=True))
     torch.manual_seed(SEED)
     block = EngramBlock("A", BLOCKS["A:gqa"](config), config).double()
     randomize_zero_parameters(block.engram)

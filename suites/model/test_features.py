@@ -71,7 +71,7 @@ def test_features_off_is_bit_equal_to_model_without_them(lane: Lane) -> None:
 def test_feature_on_keeps_every_other_parameter(lane: Lane, feature: str) -> None:
     config = preset("nam12", "narrow")
     base = build(config).state_dict()
-    on = build(config.with_(**FEATURES[feature])).state_dict()
+    on = build(config.replace(**FEATURES[feature])).state_dict()
     # A wrapped block has one more level in its name.
     shared = {name.replace(".block.block.", ".").replace(".block.", "."): value for name, value in on.items()}
     assert all(torch.equal(shared[name], value) for name, value in base.items())
@@ -83,7 +83,7 @@ def test_feature_on_keeps_every_other_parameter(lane: Lane, feature: str) -> Non
 def test_feature_starts_as_the_identity(lane: Lane, feature: str) -> None:
     config = preset("nam12", "narrow")
     ids = token_batch(config, 2, device=lane.device)
-    on = build(config.with_(**FEATURES[feature]), lane.device)
+    on = build(config.replace(**FEATURES[feature]), lane.device)
     with torch.no_grad():
         without, asleep = build(config, lane.device)(ids), on(ids)
         assert torch.equal(without, asleep)

@@ -117,7 +117,7 @@ def test_streams_start_as_the_model_without_them(lane: Lane, hyper: HyperConfig)
     ids = token_batch(config, 2, device=lane.device)
     with torch.no_grad():
         plain = build(config, lane.device, torch.float64).logits(ids)
-        model = build(config.with_(hyper=hyper), lane.device, torch.float64)
+        model = build(config.replace(hyper=hyper), lane.device, torch.float64)
         torch.testing.assert_close(model.logits(ids), plain, rtol=1e-9, atol=1e-9)
         model.blocks[1].bias[hyper.streams] += 1.0  # one stream's weight of the second block's output
         assert float((model.logits(ids) - plain).abs().max()) > 1e-4
@@ -129,7 +129,7 @@ def test_streams_start_as_the_model_without_them(lane: Lane, hyper: HyperConfig)
 def test_streams_equal_the_formula(lane: Lane, layer: int, streams: int) -> None:
     """One token at a time, with unequal streams: H'_n = sum_m Hres[n,m] H_m + Hpost_n f(sum_m Hpre_m H_m)."""
     N, D = streams, CONFIG.d_model
-    config = CONFIG.with_(hyper=HyperConfig(streams=N, layers=3, uniform=0.3))
+    config = CONFIG.replace(hyper=HyperConfig(streams=N, layers=3, uniform=0.3))
     torch.manual_seed(layer)
     inner = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh()).double()
     block = HyperBlock(Residual(inner), config, layer, with_aux=False).double()

@@ -94,7 +94,7 @@ def test_two_builds_have_the_same_hash(lane: Lane) -> None:
 
 @lanes("cpu")
 def test_another_seed_is_restored_from_the_checkpoint(lane: Lane) -> None:
-    saved = NgramHash(CONFIG.with_(ngram=NgramConfig(table=500, seed=7)))
+    saved = NgramHash(CONFIG.replace(ngram=NgramConfig(table=500, seed=7)))
     other = NgramHash(CONFIG)
     assert not torch.equal(saved.multiplier, other.multiplier)
     other.load_state_dict(saved.state_dict())

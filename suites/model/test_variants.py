@@ -123,7 +123,7 @@ def test_indexer_learns_from_its_own_loss_only(lane: Lane) -> None:
     gradients = []
     for weight in (0.0, 1.0):
         dsa = type(config.dsa)(**{**vars(config.dsa), "loss_weight": weight})
-        model = build(config.with_(dsa=dsa), lane.device, torch.float64)
+        model = build(config.replace(dsa=dsa), lane.device, torch.float64)
         model(ids).backward()
         gradients.append({n: p.grad for n, p in model.named_parameters()})
     indexer = [n for n in gradients[0] if "index_" in n]
@@ -139,7 +139,7 @@ def test_indexer_learns_from_its_own_loss_only(lane: Lane) -> None:
 def test_ranks_beyond_the_layers_are_refused(lane: Lane) -> None:
     config = preset("nam56r")
     with pytest.raises(ValueError, match=r"dsa.ranks must lie in 1..13"):
-        config.with_(dsa=type(config.dsa)(ranks=(14,)))
+        config.replace(dsa=type(config.dsa)(ranks=(14,)))
 
 
 @lanes("cpu", "h200")

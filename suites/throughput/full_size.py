@@ -199,7 +199,7 @@ def one_of_each_kind(config: HybridConfig) -> HybridConfig:
     kinds = [*dict.fromkeys(config.kinds)]
     attention = [kind for kind in kinds if kind[0] == "A"]
     ranks = tuple(rank for rank, kind in enumerate(attention, 1) if kind == "A:dsa")
-    return config.with_(
+    return config.replace(
         layer_pattern="".join(kind[0] for kind in kinds),
         depth=len(kinds),
         dsa=replace(config.dsa, ranks=ranks) if config.dsa else None,

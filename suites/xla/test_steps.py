@@ -58,7 +58,7 @@ def step_rows(
 
     The first step also uploads the program's constants, once.
     """
-    shared = {"unit": "count", "rule": rule, "instruments": INSTRUMENTS, "evidence": found}
+    shared = {"rule": rule, "instruments": INSTRUMENTS, "evidence": found}
     later, done = found[settled:], sum(c.executions for c in found)
     expected = {
         "compiles_of_first_step": (found[0].compiles, first),
@@ -69,7 +69,7 @@ def step_rows(
         "cpu_fallbacks": (sum(sum(c.fallbacks.values()) for c in found), 0),
     }
     for metric, (value, required) in expected.items():
-        row(f"xla/{case}/{metric}", value, witness=done, expected=required, **shared)
+        row.count(f"xla/{case}/{metric}", value, expected=required, seen=done, **shared)
 
 
 def eager_losses(config: HybridConfig, optimizer: type[TensorOptimizer], steps: int) -> list[float]:
@@ -95,11 +95,11 @@ def test_tile_trains_like_eager(lane: Lane, name: str, row, canaries) -> None:
     step_rows(row, f"{name}-tile", "X7", found, first=2, executions=2)
     ours, eager = [loss.item() for loss in losses], eager_losses(made.config, AdamW, STEPS)
     error = largest_difference(ours, eager, relative=True)
-    row(
+    row.bound(
         f"xla/{name}-tile/loss_error",
         error,
-        unit="relative",
-        witness=len(set(eager)),
+        "relative",
+        seen=set(eager),
         rule="C36",
         # Roundings of 6e-8 over some 1e3 chained fp32 operations; the maximum was 6e-7 on PJRT CPU.
         at_most=1e-5,

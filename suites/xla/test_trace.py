@@ -51,21 +51,14 @@ def test_model_is_one_program_without_a_host_read(lane: Lane, name: str, row, ca
         (where, results), (again, _) = traced(made), traced(made)
         first = graph_hash(results) if results else ""
         hashes = {first, graph_hash(traced(made)[1])} if results else set()
-    shared = {"rule": "X3", "witness": len(results), "instruments": INSTRUMENTS}
-    row(
-        f"xla/{name}/host_reads",
-        bool(where) + bool(again),
-        unit="count",
-        expected=0,
-        evidence=[where],
-        **shared,
-    )
+    shared = {"rule": "X3", "seen": len(results), "instruments": INSTRUMENTS}
+    row.count(f"xla/{name}/host_reads", bool(where) + bool(again), expected=0, evidence=[where], **shared)
     fallbacks = sum(counts.fallbacks.values())
-    row(f"xla/{name}/cpu_fallbacks", fallbacks, unit="count", expected=0, evidence=[counts], **shared)
-    row(f"xla/{name}/executions_of_a_trace", counts.executions, unit="count", expected=0, **shared)
-    row(f"xla/{name}/programs", len(hashes), unit="count", expected=1, evidence=sorted(hashes), **shared)
+    row.count(f"xla/{name}/cpu_fallbacks", fallbacks, expected=0, evidence=[counts], **shared)
+    row.count(f"xla/{name}/executions_of_a_trace", counts.executions, expected=0, **shared)
+    row.count(f"xla/{name}/programs", hashes, expected=1, **shared)
     # The program as XLA receives it: an unrolled loop or an expanded op shows here first.
-    row(f"xla/{name}/hlo_instructions", instructions(results), unit="count", better="exact", **shared)
+    row.count(f"xla/{name}/hlo_instructions", instructions(results), **shared)
 
 
 @lanes("v6e")
@@ -85,9 +78,9 @@ def test_features_and_variants_trace_without_a_host_read(lane: Lane, row, canari
         fallbacks += [f"{name}: {dict(counts.fallbacks)}"] if counts.fallbacks else []
         # Pending tensors would be compiled by the next model's sync.
         del made, results
-    shared = {"rule": "X3", "unit": "programs", "expected": 0, "witness": seen, "instruments": INSTRUMENTS}
-    row("xla/variants/host_reads", len(reads), evidence=reads, **shared)
-    row("xla/variants/cpu_fallbacks", len(fallbacks), evidence=fallbacks, **shared)
+    shared = {"rule": "X3", "unit": "programs", "expected": 0, "seen": seen, "instruments": INSTRUMENTS}
+    row.count("xla/variants/host_reads", reads, **shared)
+    row.count("xla/variants/cpu_fallbacks", fallbacks, **shared)
 
 
 def uniform_documents(doc_ids: Tensor, x: Tensor) -> Tensor:
@@ -169,8 +162,8 @@ def test_every_presence_of_columns_is_one_program(lane: Lane, row, canaries) -> 
     found = {graph_hash([ours(columns)]) for columns in stacked}
     by_list = {graph_hash([theirs(columns)]) for columns in lists}
     assert len(by_list) == 2**COLUMNS
-    shared = {"unit": "count", "witness": len(by_list), "rule": "X4", "instruments": ["xla_programs"]}
-    row("xla/structure/programs_of_32_presences", len(found), expected=1, **shared)
+    shared = {"seen": len(by_list), "rule": "X4", "instruments": ["xla_programs"]}
+    row.count("xla/structure/programs_of_32_presences", len(found), expected=1, **shared)
 
 
 def chunk_tables(C: int) -> Features:
@@ -214,10 +207,8 @@ def test_program_size_does_not_grow_with_chunk_count(lane: Lane, row, canaries) 
         loops.append(instructions([pairs_in_python(document, level)]))
     assert loops[1] > 3 * loops[0]
     assert loops[2] > 3 * loops[1]
-    shared = {"rule": "X5", "witness": min(relations), "instruments": INSTRUMENTS, "expected": 0}
-    evidence = [f"C {sizes}", f"relations {relations}", f"TreeFFN {trees}", f"pair loop {loops}"]
-    row(
-        "xla/relations/hlo_growth", max(relations) - min(relations), unit="count", evidence=evidence, **shared
-    )
-    row("xla/tree_ffn/hlo_growth", max(trees) - min(trees), unit="count", evidence=evidence, **shared)
-    row("xla/tree_ffn/cpu_fallbacks", fallbacks, unit="count", evidence=evidence, **shared)
+    shared = {"expected": 0, "rule": "X5", "seen": min(relations), "instruments": INSTRUMENTS}
+    shared["evidence"] = [f"C {sizes}", f"relations {relations}", f"TreeFFN {trees}", f"pair loop {loops}"]
+    row.count("xla/relations/hlo_growth", max(relations) - min(relations), **shared)
+    row.count("xla/tree_ffn/hlo_growth", max(trees) - min(trees), **shared)
+    row.count("xla/tree_ffn/cpu_fallbacks", fallbacks, **shared)

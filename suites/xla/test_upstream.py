@@ -74,12 +74,11 @@ def cold_and_warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Child, Chil
 def test_cache_keys_are_stable_over_a_restart(lane: Lane, row, cold_and_warm) -> None:
     cold, warm, directory = cold_and_warm
     written = len(list(directory.iterdir()))
-    row(
+    row.count(
         "xla/persistent_cache/misses_after_restart",
         warm.result["PersistentCacheMiss"] or 0,
-        unit="count",
         # A cold run that never queried the cache would have no key to store.
-        witness=min(written, cold.result["PersistentCacheMiss"] or 0),
+        seen=min(written, cold.result["PersistentCacheMiss"] or 0),
         rule="X1",
         expected=0,
         evidence=[f"cold {cold.result}", f"warm {warm.result}", f"{written} files"],
@@ -119,12 +118,11 @@ def test_another_cache_key_is_a_miss(lane: Lane, cold_and_warm) -> None:
 def test_key_of_another_topology_is_a_miss(lane: Lane, row, cold_and_warm) -> None:
     cold, warm, directory = cold_and_warm
     other = Child("cached_step", str(directory), CPU_NUM_DEVICES="4")
-    row(
+    row.count(
         "xla/persistent_cache/misses_on_another_topology",
         other.result["PersistentCacheMiss"] or 0,
-        unit="count",
         # Each counts because the same program on the same topology finds its key.
-        witness=warm.log.count(DESERIALIZE) + (warm.result["PersistentCacheHit"] or 0),
+        seen=warm.log.count(DESERIALIZE) + (warm.result["PersistentCacheHit"] or 0),
         rule="X1",
         expected=cold.result["PersistentCacheMiss"],
         evidence=[f"1 device {warm.result}", f"4 devices {other.result}"],
@@ -165,12 +163,11 @@ def test_jax_cache_is_hit_in_a_fresh_process(lane: Lane, row, tmp_path: Path) ->
 
     changed = {change: jax_cached(tmp_path, change).result for change in JAX_CHANGES}
     assert changed["topology"]["devices"] > warm.result["devices"]
-    row(
+    row.count(
         "xla/jax_cache/changes_that_hit_the_old_entry",
         sum(result["last_hits"] for result in changed.values()),
-        unit="count",
         # Each counts because the same program without a change is a hit.
-        witness=len(changed) * warm.result["last_hits"],
+        seen=len(changed) * warm.result["last_hits"],
         rule="X1",
         expected=0,
         evidence=[f"{change}: {result}" for change, result in changed.items()],
@@ -182,12 +179,11 @@ def test_jax_cache_is_hit_in_a_fresh_process(lane: Lane, row, tmp_path: Path) ->
 def test_learning_rate_of_0_or_1_compiles_nothing(lane: Lane, row) -> None:
     ours = Child("rate_schedule")
     without = Child("rate_schedule", XLA_NO_SPECIAL_SCALARS="0")
-    row(
+    row.count(
         "xla/special_scalars/compiles_after_first_step",
         sum(ours.result["compiles"][1:]),
-        unit="count",
         # The values are special: without the variable each of the two is a separate program.
-        witness=sum(without.result["compiles"][1:]),
+        seen=sum(without.result["compiles"][1:]),
         rule="X10",
         expected=0,
         evidence=[f"XLA_NO_SPECIAL_SCALARS=1 {ours.result}", f"=0 {without.result}"],

@@ -44,7 +44,7 @@ def refusals(*inputs: Tensor) -> list[Refusal]:
     q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids = inputs
     changes = [
         ({"q_nope": q_nope[0]}, "3-d"),
-        ({"c_kv": c_kv[0]}, "c_kv and W_uv 3-d"),
+        ({"c_kv": c_kv[0]}, r"c_kv \(B,T,C\).*2-d"),
         ({"q_rope": q_rope[:, :3]}, "q_rope has shape"),
         ({"k_rope": k_rope[..., :1]}, "k_rope has shape"),
         ({"W_uk": W_uk[:1]}, "W_uk has shape"),
