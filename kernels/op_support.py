@@ -28,12 +28,12 @@ def contiguous_clone(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format)
 
 
-def opaque_op(*, triton: bool = True, eager_fp64: bool = False) -> Callable[[Callable[..., Any]], Any]:
+def opaque_op(kernel: str = "", *, eager_fp64: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that declares the op `bumpgate::NAME` from NAME, the eager function that computes it.
 
-    It runs with autocast disabled, and its results are copied to canonical strides. On CUDA, with `triton`, the op runs
-    NAME_kernel of the module `kernel` next to it, imported at the first call (no triton on CPU); with `eager_fp64` only
-    if the first input is not fp64 (the oracle's dtype), which such a kernel does not support.
+    It runs with autocast disabled, and its results are copied to canonical strides.
+    kernel: "module:function" that computes it on CUDA, imported at the first call (no triton on CPU); "" for none.
+    eager_fp64: whether CUDA runs the eager function if the first input is fp64 (the oracle's dtype).
     """
 
     def declare(body: Callable[..., Any]) -> Any:
@@ -49,11 +49,11 @@ def opaque_op(*, triton: bool = True, eager_fp64: bool = False) -> Callable[[Cal
         def launch(*inputs: Any) -> Any:
             if eager_fp64 and inputs[0].dtype == torch.float64:
                 return eager(*inputs)
-            kernels = import_module(f"{body.__module__.rpartition('.')[0]}.kernel")
-            return getattr(kernels, f"{body.__name__}_kernel")(*inputs)
+            module, _, name = kernel.partition(":")
+            return getattr(import_module(module), name)(*inputs)
 
         op = torch.library.custom_op(f"bumpgate::{body.__name__}", eager, mutates_args=())
-        if triton:
+        if kernel:
             op.register_kernel("cuda")(launch)
         return op
 

@@ -25,7 +25,7 @@ from kernels.op_support import (
 PEERS = {"upstream": attention_upstream, "fa4": attention_fa4, "sdpa": attention_sdpa, "flex": attention_flex}
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.attention.kernel:attention_fwd_kernel", eager_fp64=True)
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale: float, softcap: float, window: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def _(q, k, v, doc_ids, scale, softcap, window, causal):
     return q.new_empty(q.shape), q.new_empty((B, Hq, T), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.attention.kernel:attention_bwd_kernel", eager_fp64=True)
 def attention_bwd(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
     scale: float, softcap: float, window: int, causal: bool,

@@ -23,7 +23,7 @@ from kernels.op_support import (
 )
 
 
-@opaque_op()
+@opaque_op("kernels.causal_conv1d.kernel:causal_conv1d_fwd_kernel")
 def causal_conv1d_fwd(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, activation: str) -> Tensor:
     """Return y (B,T,D)."""
     return causal_conv1d_eager(x, weight, bias, doc_ids, activation)
@@ -34,7 +34,7 @@ def _(x, weight, bias, doc_ids, activation):
     return x.new_empty(x.shape)
 
 
-@opaque_op()
+@opaque_op("kernels.causal_conv1d.kernel:causal_conv1d_bwd_kernel")
 def causal_conv1d_bwd(
     x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor, dy: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:

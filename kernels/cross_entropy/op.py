@@ -14,7 +14,7 @@ from kernels.cross_entropy.eager import (
 from kernels.op_support import check_floating, check_impl, has_shape, opaque_op, resolve_impl
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.cross_entropy.kernel:cross_entropy_fwd_kernel", eager_fp64=True)
 def cross_entropy_fwd(
     logits: Tensor, target: Tensor, softcap: float, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,7 +31,7 @@ def _(logits, target, softcap, ignore_index):
     return tuple(logits.new_empty(target.shape, dtype=acc) for _ in range(3))
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.cross_entropy.kernel:cross_entropy_bwd_kernel", eager_fp64=True)
 def cross_entropy_bwd(
     logits: Tensor, target: Tensor, shift: Tensor, total: Tensor, dloss: Tensor,
     softcap: float, ignore_index: int,

@@ -29,7 +29,7 @@ from kernels.op_support import (
 )
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.dsa_indexer.kernel:dsa_indexer_fwd_kernel", eager_fp64=True)
 def dsa_indexer_fwd(q: Tensor, k: Tensor, weights: Tensor, doc_ids: Tensor, top_k: int) -> Tensor:
     """Return indices (B,T,K) int32; they have no gradient."""
     return dsa_indexer_eager(q, k, weights, doc_ids, top_k)
@@ -40,7 +40,7 @@ def _(q, k, weights, doc_ids, top_k):
     return q.new_empty((*q.shape[:2], top_k), dtype=torch.int32)
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.dsa_indexer.kernel:dsa_attention_fwd_kernel", eager_fp64=True)
 def dsa_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def _(q, k, v, indices, scale, softcap):
     return q.new_empty(q.shape), q.new_empty((B, Hq, T), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.dsa_indexer.kernel:dsa_attention_bwd_kernel", eager_fp64=True)
 def dsa_attention_bwd(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
     scale: float, softcap: float,
@@ -83,7 +83,7 @@ def _backward(ctx, dout, _dlse):
 dsa_attention_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.dsa_indexer.kernel:dsa_chosen_scores_fwd_kernel", eager_fp64=True)
 def dsa_chosen_scores_fwd(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     """Return the index scores of the chosen keys (B,T,K) in fp32 (fp64 for fp64), 0 for an index -1."""
     return dsa_chosen_scores_eager(q, k, weights, indices)
@@ -94,7 +94,7 @@ def _(q, k, weights, indices):
     return q.new_empty(indices.shape, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.dsa_indexer.kernel:dsa_chosen_scores_bwd_kernel", eager_fp64=True)
 def dsa_chosen_scores_bwd(
     q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, dscores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +118,7 @@ def _scores_backward(ctx, dscores):
 dsa_chosen_scores_fwd.register_autograd(_scores_backward, setup_context=_save_for_scores)
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.dsa_indexer.kernel:dsa_distribution_fwd_kernel", eager_fp64=True)
 def dsa_distribution_fwd(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
     """Return (B,T,K) in fp32 (fp64 for fp64); it has no gradient."""
     return dsa_distribution_eager(q, k, indices, scale, softcap)

@@ -14,7 +14,7 @@ from kernels.op_support import WITH_PEER, bind_shapes, check_impl, check_shapes,
 IMPLS = (*WITH_PEER, "padded")
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.grouped_gemm.kernel:grouped_gemm_fwd_kernel", eager_fp64=True)
 def grouped_gemm_fwd(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Return y (M,D_out)."""
     return grouped_gemm_eager(x, weight, counts)
@@ -25,7 +25,7 @@ def _(x, weight, counts):
     return x.new_empty((x.shape[0], weight.shape[2]))
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.grouped_gemm.kernel:grouped_gemm_bwd_kernel", eager_fp64=True)
 def grouped_gemm_bwd(x: Tensor, weight: Tensor, counts: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x, weight."""
     return grouped_gemm_backward_eager(x, weight, counts, dy)

@@ -17,7 +17,7 @@ from kernels.op_support import (
 )
 
 
-@opaque_op()
+@opaque_op("kernels.m2rnn.kernel:m2rnn_fwd_kernel")
 def m2rnn_fwd(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,7 +33,7 @@ def _(q, k, v, W, f, doc_ids, h0):
     return v.new_empty(v.shape), h0.new_empty(h0.shape, dtype=acc), states
 
 
-@opaque_op()
+@opaque_op("kernels.m2rnn.kernel:m2rnn_bwd_kernel")
 def m2rnn_bwd(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor,
     states: Tensor, dy: Tensor, dfinal: Tensor,

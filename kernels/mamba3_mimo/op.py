@@ -21,7 +21,7 @@ from kernels.op_support import (
 )
 
 
-@opaque_op(triton=False)
+@opaque_op()
 def mamba3_mimo_fwd(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
@@ -42,7 +42,7 @@ def _(
     return v.new_empty(v.shape), *state
 
 
-@opaque_op(triton=False)
+@opaque_op()
 def mamba3_mimo_bwd(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,

@@ -20,7 +20,7 @@ from kernels.op_support import (
 )
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.mamba3_siso.kernel:mamba3_siso_fwd_kernel", eager_fp64=True)
 def mamba3_siso_fwd(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
@@ -38,7 +38,7 @@ def _(q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids, theta, h, k
     return v.new_empty(v.shape), *state
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.mamba3_siso.kernel:mamba3_siso_bwd_kernel", eager_fp64=True)
 def mamba3_siso_bwd(
     q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
     angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,

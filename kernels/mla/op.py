@@ -24,7 +24,7 @@ from kernels.op_support import (
 )
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.mla.kernel:mla_fwd_kernel", eager_fp64=True)
 def mla_fwd(
     q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, W_uk: Tensor, W_uv: Tensor, doc_ids: Tensor,
     scale: float, softcap: float, causal: bool,
@@ -40,7 +40,7 @@ def _(q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, scale, softcap, causal)
     return q_nope.new_empty((B, T, H, W_uv.shape[1])), q_nope.new_empty((B, H, T), dtype=lse_dtype)
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.mla.kernel:mla_bwd_kernel", eager_fp64=True)
 def mla_bwd(
     q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, W_uk: Tensor, W_uv: Tensor, doc_ids: Tensor,
     out: Tensor, lse: Tensor, dout: Tensor, scale: float, softcap: float, causal: bool,

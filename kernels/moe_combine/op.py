@@ -10,7 +10,7 @@ from kernels.moe_combine.eager import moe_combine_backward_eager, moe_combine_ea
 from kernels.op_support import bind_shapes, check_impl, check_shapes, opaque_op, resolve_impl
 
 
-@opaque_op()
+@opaque_op("kernels.moe_combine.kernel:moe_combine_fwd_kernel")
 def moe_combine_fwd(
     y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, out_dtype: torch.dtype
 ) -> Tensor:
@@ -24,7 +24,7 @@ def _(y, expert, slot, weights, bucket, out_dtype):
     return y.new_empty((B, T, y.shape[2]), dtype=out_dtype)
 
 
-@opaque_op()
+@opaque_op("kernels.moe_combine.kernel:moe_combine_bwd_kernel")
 def moe_combine_bwd(
     y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int, dout: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from kernels.moe_dispatch.eager import moe_dispatch_backward_eager, moe_dispatch
 from kernels.op_support import bind_shapes, check_floating, check_impl, check_shapes, opaque_op, resolve_impl
 
 
-@opaque_op()
+@opaque_op("kernels.moe_dispatch.kernel:moe_dispatch_fwd_kernel")
 def moe_dispatch_fwd(
     x: Tensor, expert: Tensor, num_experts: int, bucket: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,7 +25,7 @@ def _(x, expert, num_experts, bucket):
     return padded, expert.new_empty(expert.shape), expert.new_empty(())
 
 
-@opaque_op()
+@opaque_op("kernels.moe_dispatch.kernel:moe_dispatch_bwd_kernel")
 def moe_dispatch_bwd(dpadded: Tensor, expert: Tensor, slot: Tensor, bucket: int) -> Tensor:
     """Gradient of x (B,T,D)."""
     return moe_dispatch_backward_eager(dpadded, expert, slot, bucket)

@@ -10,7 +10,7 @@ from kernels.rms_norm_gated.eager import rms_norm_gated_backward_eager, rms_norm
 from kernels.rms_norm_gated.upstream import rms_norm_gated_upstream
 
 
-@opaque_op()
+@opaque_op("kernels.rms_norm_gated.kernel:rms_norm_gated_fwd_kernel")
 def rms_norm_gated_fwd(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int, norm_before_gate: bool
 ) -> Tensor:
@@ -23,7 +23,7 @@ def _(x, gate, weight, eps, group_size, norm_before_gate):
     return x.new_empty(x.shape)
 
 
-@opaque_op()
+@opaque_op("kernels.rms_norm_gated.kernel:rms_norm_gated_bwd_kernel")
 def rms_norm_gated_bwd(
     x: Tensor, gate: Tensor, weight: Tensor, dy: Tensor, eps: float, group_size: int, norm_before_gate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_backward_eager, ssd_chun
 from kernels.ssd_chunk_scan.upstream import ssd_chunk_scan_upstream
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.ssd_chunk_scan.kernel:ssd_chunk_scan_fwd_kernel", eager_fp64=True)
 def ssd_chunk_scan_fwd(
     x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
     initial_state: Tensor, chunk_size: int,
@@ -33,7 +33,7 @@ def _(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size):
     return x.new_empty(x.shape), x.new_empty(initial_state.shape, dtype=acc)
 
 
-@opaque_op(eager_fp64=True)
+@opaque_op("kernels.ssd_chunk_scan.kernel:ssd_chunk_scan_bwd_kernel", eager_fp64=True)
 def ssd_chunk_scan_bwd(
     x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
     initial_state: Tensor, chunk_size: int, dy: Tensor, dfinal: Tensor,

@@ -13,7 +13,7 @@ import pytest
 
 from launch.xla import libtpu
 from suites.support.child import run_json
-from suites.support.lanes import V6E_AOT, Lane, lanes
+from suites.support.lanes import V6E_AOT, lanes
 from suites.support.planted import planted
 from suites.xla import aot
 from suites.xla.mesh_programs import on_meshes
@@ -22,7 +22,12 @@ PROGRAM = "nam12"
 FITS, DOES_NOT = "1", "40"  # GiB of a result; a v6e has 32
 GROWTH = 0.02  # of bytes; from libtpu 0.0.37 to 0.0.51 the temporaries of a dense step halved
 
-pytestmark = [pytest.mark.fresh_process, pytest.mark.measured_on(V6E_AOT)]
+pytestmark = [
+    lanes("v6e"),
+    pytest.mark.usefixtures("lane"),
+    pytest.mark.fresh_process,
+    pytest.mark.measured_on(V6E_AOT),
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +49,13 @@ def report(row, name: str, found: dict[str, Any], rule: str) -> None:
         row.cost(f"aot/{name}/{metric}", found[metric], "count", tolerance=GROWTH, **shared)
 
 
-@lanes("v6e")
-def test_train_step_compiles_for_one_chip(lane: Lane, row, one_chip: dict[str, Any]) -> None:
+def test_train_step_compiles_for_one_chip(row, one_chip: dict[str, Any]) -> None:
     """All twelve layers of narrow nam12, including experts and M2RNN, as one program."""
     report(row, f"{PROGRAM}-narrow-v6e-1x1", one_chip, rule="X11")
     assert one_chip["collectives"] == {}, "one chip has no collectives"
 
 
-@lanes("v6e")
-def test_train_step_compiles_for_four_chips(lane: Lane, row) -> None:
+def test_train_step_compiles_for_four_chips(row) -> None:
     """A small hybrid over (data, expert): one program, partitioned four ways."""
     found = on_meshes("CPU")["meshes"]["data-expert"]["aot"]
     report(row, "small-moe-v6e-2x2", found, rule="X9")
@@ -66,9 +69,8 @@ def test_train_step_compiles_for_four_chips(lane: Lane, row) -> None:
     assert found["collectives"]["all-reduce"] > 0, "gradients over the data axis are summed"
 
 
-@lanes("v6e")
 @planted("X12", "a program that needs more than the chip's memory")
-def test_program_over_memory_budget_fails_to_compile(lane: Lane, row, one_chip) -> None:
+def test_program_over_memory_budget_fails_to_compile(row, one_chip) -> None:
     assert one_chip["refusals"][FITS] == "", "a program within the budget compiles"
     refusal = one_chip["refusals"][DOES_NOT]
     assert "CompileTimeHbmOom" in refusal, refusal
@@ -84,8 +86,7 @@ def test_program_over_memory_budget_fails_to_compile(lane: Lane, row, one_chip) 
     )
 
 
-@lanes("v6e")
-def test_opcodes_are_read_from_a_dump(lane: Lane) -> None:
+def test_opcodes_are_read_from_a_dump() -> None:
     """The parser on lines as the compiler writes them: layouts, tuples, asynchronous collectives."""
     text = """ENTRY %main (p: f32[8]) -> f32[8] {
   %p = f32[8]{0:T(256)} parameter(0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.xla.canaries import XLA_CANARIES
 
+pytestmark = [lanes("v6e"), pytest.mark.usefixtures("lane")]
 
-@lanes("v6e")
+
 @pytest.mark.parametrize("name", XLA_CANARIES)
-def test_canary(lane: Lane, name: str, row, canaries) -> None:
+def test_canary(name: str, row, canaries) -> None:
     reason = canaries(name)[name]
     evidence = [reason or XLA_CANARIES[name].__doc__.strip()]
     row.bound(

@@ -18,9 +18,12 @@ from bumpgate.env.packages import NO_LOCK, VARIABLE
 from bumpgate.plugin.provenance import xla_versions
 from launch.xla import libtpu
 from suites.support.child import ROOT, ChildError, run_json
-from suites.support.lanes import V6E_AOT, Lane, lanes
+from suites.support.lanes import V6E_AOT, lanes
 from suites.support.planted import planted
 from suites.xla import aot
+
+pytestmark = [lanes("v6e"), pytest.mark.usefixtures("lane")]
+
 
 REMOVED = "xla_disable_hlo_passes"
 RENAMED = "xla_jf_vmem_memory_space_assignment"
@@ -52,9 +55,8 @@ def refusal(*flags: str) -> str:
 
 
 @pytest.mark.measured_on(V6E_AOT)
-@lanes("v6e")
 @planted("X11", "a removed flag in LIBTPU_INIT_ARGS")
-def test_libtpu_accepts_exactly_the_flags_of_its_table(lane: Lane, row) -> None:
+def test_libtpu_accepts_exactly_the_flags_of_its_table(row) -> None:
     """A version that has no table yet, as a candidate of a gate may be, is compared with the adopted one."""
     names = sorted({flag for table in libtpu.FLAGS.values() for flag in table})
     refusals = {flag: refusal(f"--{flag}=false") for flag in names}
@@ -76,8 +78,7 @@ def test_libtpu_accepts_exactly_the_flags_of_its_table(lane: Lane, row) -> None:
 
 
 @pytest.mark.measured_on(V6E_AOT)
-@lanes("v6e")
-def test_pinned_libtpu_is_installed_and_recorded(lane: Lane, row) -> None:
+def test_pinned_libtpu_is_installed_and_recorded(row) -> None:
     version = libtpu.installed()
     libtpu.check_pinned(version, pinned())
     row.bound(
@@ -91,7 +92,6 @@ def test_pinned_libtpu_is_installed_and_recorded(lane: Lane, row) -> None:
     )
 
 
-@lanes("v6e")
 @planted("X11", "two versions of libtpu are taken for equal")
 @pytest.mark.parametrize(
     ("installed", "pinned_version"),
@@ -101,15 +101,14 @@ def test_pinned_libtpu_is_installed_and_recorded(lane: Lane, row) -> None:
         ("0.0.37.dev20260224+nightly", "0.0.37.dev20260224"),
     ],
 )
-def test_close_versions_are_not_equal(lane: Lane, installed: str, pinned_version: str) -> None:
+def test_close_versions_are_not_equal(installed: str, pinned_version: str) -> None:
     libtpu.check_pinned(pinned_version, pinned_version)
     with pytest.raises(libtpu.LibtpuError, match=f"{pinned_version} is pinned"):
         libtpu.check_pinned(installed, pinned_version)
 
 
-@lanes("v6e")
 @planted("X11", "flags go by another version's table")
-def test_flags_depend_on_the_full_version(lane: Lane) -> None:
+def test_flags_depend_on_the_full_version() -> None:
     environment = {libtpu.VARIABLE: f"--{RENAMED}=false"}
     libtpu.check_flags(environment, "0.0.37")
     with pytest.raises(libtpu.LibtpuError, match=r"0\.0\.51 does not take .*xla_vf_vmem"):

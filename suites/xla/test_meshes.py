@@ -16,10 +16,13 @@ import torch_xla.runtime as runtime
 
 from launch.xla import sharding
 from suites.support.hybrids import build
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.planted import planted
 from suites.support.reduce import largest_difference
 from suites.xla.mesh_programs import STEPS, on_meshes, small_moe
+
+pytestmark = [lanes("v6e"), pytest.mark.usefixtures("lane")]
+
 
 SHAPES = ("data", "data-model", "data-expert", "data-expert-model")
 LOSS_DIFFERENCE = 2e-5  # of fp32 AdamW over devices, the project's threshold; measured: 1e-6
@@ -41,10 +44,9 @@ def spec_text(shape: list[int], axes: tuple[str, ...], spec: sharding.Spec) -> s
     return "{" + assignment + (" last_tile_dim_replicate" if copies > 1 else "") + "}"
 
 
-@lanes("v6e")
 @pytest.mark.fresh_process
 @pytest.mark.parametrize("name", SHAPES)
-def test_mesh_agrees_with_eager(lane: Lane, name: str, row) -> None:
+def test_mesh_agrees_with_eager(name: str, row) -> None:
     children = on_meshes(os.environ["PJRT_DEVICE"])
     found, eager = children["meshes"][name], children["eager"]
     compiles, executions, downloads = (sum(column) for column in zip(*found["counts"]))
@@ -85,10 +87,9 @@ def test_mesh_agrees_with_eager(lane: Lane, name: str, row) -> None:
     )
 
 
-@lanes("v6e")
 @pytest.mark.fresh_process
 @planted("X9", "the axes expert and model have changed places")
-def test_swapped_axes_are_refused_and_detected(lane: Lane) -> None:
+def test_swapped_axes_are_refused_and_detected() -> None:
     children = on_meshes(os.environ["PJRT_DEVICE"])
     right, swapped = children["meshes"]["data-expert-model"], children["swapped"]
     assert "take some of ('data', 'expert', 'model'), in this order" in swapped["refusal"]
@@ -98,20 +99,18 @@ def test_swapped_axes_are_refused_and_detected(lane: Lane) -> None:
     assert swapped["up"] != spec_text(right["shape"], ("data", "expert", "model"), spec)
 
 
-@lanes("v6e")
 @planted("X9", "use_spmd after the first tensor")
-def test_spmd_after_the_first_tensor_is_refused(lane: Lane) -> None:
+def test_spmd_after_the_first_tensor_is_refused() -> None:
     torch.ones(3).to(torch_xla.device())
     with pytest.raises(sharding.ShardingError, match="before the first tensor"):
         sharding.start_spmd()
     assert not runtime.is_spmd()
 
 
-@lanes("v6e")
 @pytest.mark.parametrize(
     ("expert", "model", "axes"),
     [(1, 1, "data"), (1, 2, "data-model"), (2, 1, "data-expert"), (4, 2, SHAPES[-1])],
 )
-def test_mesh_axes_follow_from_the_degrees(lane: Lane, expert: int, model: int, axes: str) -> None:
+def test_mesh_axes_follow_from_the_degrees(expert: int, model: int, axes: str) -> None:
     assert "-".join(sharding.axes_of(expert, model)) == axes
     sharding.check_axes(sharding.axes_of(expert, model))

@@ -19,9 +19,12 @@ from model import preset
 from suites.model.programs import FEATURES, VARIANTS
 from suites.support.child import run_json
 from suites.support.hybrids import build
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.planted import planted
 from suites.xla.mesh_programs import everything_on
+
+pytestmark = [lanes("v6e"), pytest.mark.usefixtures("lane")]
+
 
 # torch_xla's messages for the virtual device, and for a physical one by the runtime's name.
 VIRTUAL = "MemoryInfo not supported for SPMD virtual device"
@@ -34,10 +37,9 @@ def audit() -> dict[str, Any]:
     return run_json("suites.xla.mesh_programs", "audited", environment=environment, timeout=570)
 
 
-@lanes("v6e")
 @pytest.mark.fresh_process
 @planted("X14", "an Engram weight without an annotation")
-def test_every_parameter_is_annotated(lane: Lane, row, audit: dict[str, Any]) -> None:
+def test_every_parameter_is_annotated(row, audit: dict[str, Any]) -> None:
     receipt = audit["receipt"]
     row.count(
         "sharding/everything-on/unannotated",
@@ -51,9 +53,8 @@ def test_every_parameter_is_annotated(lane: Lane, row, audit: dict[str, Any]) ->
     assert "1 parameters without an annotation: blocks.0.block.engram.mix" in audit["refusal"]
 
 
-@lanes("v6e")
 @pytest.mark.fresh_process
-def test_fingerprint_covers_the_annotations(lane: Lane, row, audit: dict[str, Any]) -> None:
+def test_fingerprint_covers_the_annotations(row, audit: dict[str, Any]) -> None:
     assert audit["receipt"] == audit["again"]
     row.exact(
         "sharding/everything-on/fingerprint",
@@ -65,11 +66,10 @@ def test_fingerprint_covers_the_annotations(lane: Lane, row, audit: dict[str, An
     )
 
 
-@lanes("v6e")
 @pytest.mark.fresh_process
 @planted("X14", "an all_reduce whose error is swallowed")
 @planted("X14", "an all_reduce that SPMD leaves out")
-def test_metrics_are_proved_to_be_global(lane: Lane, row, audit: dict[str, Any]) -> None:
+def test_metrics_are_proved_to_be_global(row, audit: dict[str, Any]) -> None:
     found = audit["reductions"]
     devices, refused = found["devices"], found["refusals"]
     row.bound(
@@ -89,9 +89,8 @@ def test_metrics_are_proved_to_be_global(lane: Lane, row, audit: dict[str, Any])
     assert "the metrics were not reduced: the other hosts are gone" in refused["raised"]
 
 
-@lanes("v6e")
 @pytest.mark.fresh_process
-def test_missing_memory_reading_under_spmd_raises(lane: Lane, row, audit: dict[str, Any]) -> None:
+def test_missing_memory_reading_under_spmd_raises(row, audit: dict[str, Any]) -> None:
     readings = audit["memory"]
     loud = [VIRTUAL in readings["SPMD:0"], PHYSICAL in readings["physical"]]
     loud += [] if readings["has_binding"] else ["has no _xla_runtime_memory_info" in readings["binding"]]
@@ -105,9 +104,8 @@ def test_missing_memory_reading_under_spmd_raises(lane: Lane, row, audit: dict[s
     )
 
 
-@lanes("v6e")
 @planted("X12", "zero returned silently")
-def test_zero_memory_reading_is_refused(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_memory_reading_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xm, "get_memory_info", lambda device: {"bytes_used": 0, "bytes_limit": 0})
     with pytest.raises(XlaError, match="no memory reading"):
         memory_in_use()
@@ -118,9 +116,8 @@ def test_zero_memory_reading_is_refused(lane: Lane, monkeypatch: pytest.MonkeyPa
         tpu_memory.chip_memory("TPU:1")
 
 
-@lanes("v6e")
 @pytest.mark.parametrize("feature", [*FEATURES, *VARIANTS])
-def test_sharding_plan_covers_every_parameter(lane: Lane, feature: str) -> None:
+def test_sharding_plan_covers_every_parameter(feature: str) -> None:
     changes = (FEATURES | VARIANTS)[feature]
     for name in ("nam12", "nam52"):
         model = build(preset(name, "narrow", **{"depth": 12, **changes}))
@@ -129,9 +126,8 @@ def test_sharding_plan_covers_every_parameter(lane: Lane, feature: str) -> None:
     assert any("expert" in spec for spec in plan.values())
 
 
-@lanes("v6e")
 @planted("X14", "a parameter that no line of the plan names")
-def test_parameter_missing_in_the_plan_is_refused(lane: Lane) -> None:
+def test_parameter_missing_in_the_plan_is_refused() -> None:
     model = build(everything_on())
     sharding.plan(model)
     model.blocks[0].side_door = nn.Parameter(torch.zeros(2, 2))

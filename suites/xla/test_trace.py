@@ -20,10 +20,13 @@ from model.relations import chunk_relations
 from model.structure import StructureEmbedding, stack_columns
 from model.tree_ffn import TreeFFN
 from suites.model.programs import FEATURES, TOGETHER, VARIANTS, program
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.planted import planted
 from suites.xla import support
 from suites.xla.support import TOKENS, counted, graph_hash, instructions, on_device, refused_by_tracer
+
+pytestmark = [lanes("v6e"), pytest.mark.usefixtures("lane")]
+
 
 INSTRUMENTS = ("xla_fallbacks", "xla_programs", "xla_no_execution")
 COLUMNS = 5
@@ -42,9 +45,8 @@ def traced(made: support.OnDevice, inputs: Features | None = None) -> tuple[str,
     return refused_by_tracer(step), found
 
 
-@lanes("v6e")
 @pytest.mark.parametrize("name", ["nam12", "nam52", "nam56r"])
-def test_model_is_one_program_without_a_host_read(lane: Lane, name: str, row, canaries) -> None:
+def test_model_is_one_program_without_a_host_read(name: str, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     made = on_device(preset(name, "narrow"))
     with counted() as counts:
@@ -61,8 +63,7 @@ def test_model_is_one_program_without_a_host_read(lane: Lane, name: str, row, ca
     row.count(f"xla/{name}/hlo_instructions", instructions(results), **shared)
 
 
-@lanes("v6e")
-def test_features_and_variants_trace_without_a_host_read(lane: Lane, row, canaries) -> None:
+def test_features_and_variants_trace_without_a_host_read(row, canaries) -> None:
     canaries(*INSTRUMENTS)
     reads, fallbacks, seen = [], [], 0
     for name, changes in (FEATURES | VARIANTS | TOGETHER).items():
@@ -103,15 +104,12 @@ def aux_branch(doc_ids: Tensor, x: Tensor) -> Tensor:
     return x + x.sum() if x.sum().abs() > 0 else x
 
 
-@lanes("v6e")
 @planted(
     "X3",
     "the four host reads of the incidents: .item() of a comparison, mask.any(), doc_ids.max().item(), abs() > 0",
 )
 @pytest.mark.parametrize("incident", [uniform_documents, has_boundaries, pad_value, aux_branch])
-def test_host_read_of_each_incident_is_refused(
-    lane: Lane, incident: Callable[..., Tensor], row, canaries
-) -> None:
+def test_host_read_of_each_incident_is_refused(incident: Callable[..., Tensor], row, canaries) -> None:
     canaries("xla_no_execution")
     made = on_device(preset("nam12", "narrow", layer_pattern="A", depth=1))
     doc_ids = torch.zeros(2, TOKENS, dtype=torch.int32, device=torch_xla.device())
@@ -148,9 +146,8 @@ class PresentOnly(nn.Module):
         return torch.stack(found).mean(0) if found else torch.zeros(1, device=torch_xla.device())
 
 
-@lanes("v6e")
 @planted("X4", "a list of the components that are present: a program for each of the 32 presences")
-def test_every_presence_of_columns_is_one_program(lane: Lane, row, canaries) -> None:
+def test_every_presence_of_columns_is_one_program(row, canaries) -> None:
     canaries("xla_programs")
     device = torch_xla.device()
     ours = StructureEmbedding(preset("nam12", "narrow", structure=StructureConfig(dim=16))).to(device)
@@ -183,9 +180,8 @@ def pairs_in_python(document: Tensor, level: Tensor) -> Tensor:
     return torch.stack(rows, 1)
 
 
-@lanes("v6e")
 @planted("X5", "relations by a Python loop over pairs of chunks: the program grows with their number squared")
-def test_program_size_does_not_grow_with_chunk_count(lane: Lane, row, canaries) -> None:
+def test_program_size_does_not_grow_with_chunk_count(row, canaries) -> None:
     canaries(*INSTRUMENTS)
     device, sizes = torch_xla.device(), (4, 8, 16)
     relations, trees, loops, fallbacks = [], [], [], 0

@@ -17,7 +17,7 @@ import pytest
 
 from launch.children import last_line
 from suites.support.child import ROOT, ChildError
-from suites.support.lanes import PJRT_CPU, Lane, lanes, needs_tpu
+from suites.support.lanes import PJRT_CPU, lanes, needs_tpu
 from suites.support.planted import planted
 
 SECONDS = 300
@@ -30,7 +30,7 @@ DESERIALIZE = (
     "Failed to deserialize executable: UNIMPLEMENTED: Deserializing serialized executable not supported."
 )
 
-pytestmark = pytest.mark.fresh_process
+pytestmark = [lanes("v6e"), pytest.mark.usefixtures("lane"), pytest.mark.fresh_process]
 
 
 class Child:
@@ -70,8 +70,7 @@ def cold_and_warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Child, Chil
 
 
 @pytest.mark.measured_on(PJRT_CPU)
-@lanes("v6e")
-def test_cache_keys_are_stable_over_a_restart(lane: Lane, row, cold_and_warm) -> None:
+def test_cache_keys_are_stable_over_a_restart(row, cold_and_warm) -> None:
     cold, warm, directory = cold_and_warm
     written = len(list(directory.iterdir()))
     row.count(
@@ -86,8 +85,7 @@ def test_cache_keys_are_stable_over_a_restart(lane: Lane, row, cold_and_warm) ->
 
 
 @pytest.mark.measured_on(PJRT_CPU)
-@lanes("v6e")
-def test_cache_is_hit_after_a_restart(lane: Lane, row, cold_and_warm) -> None:
+def test_cache_is_hit_after_a_restart(row, cold_and_warm) -> None:
     cold, warm, _ = cold_and_warm
     keys = cold.result["PersistentCacheMiss"]
     failures = warm.result["PersistentCacheDeserializeFailure"] or 0
@@ -104,9 +102,8 @@ def test_cache_is_hit_after_a_restart(lane: Lane, row, cold_and_warm) -> None:
     )
 
 
-@lanes("v6e")
 @planted("X1", "a process that makes other keys")
-def test_another_cache_key_is_a_miss(lane: Lane, cold_and_warm) -> None:
+def test_another_cache_key_is_a_miss(cold_and_warm) -> None:
     _, warm, directory = cold_and_warm
     other = Child("cached_step", str(directory), XLA_NO_SPECIAL_SCALARS="0")
     assert not warm.result["PersistentCacheMiss"]
@@ -114,8 +111,7 @@ def test_another_cache_key_is_a_miss(lane: Lane, cold_and_warm) -> None:
 
 
 @pytest.mark.measured_on(PJRT_CPU)
-@lanes("v6e")
-def test_key_of_another_topology_is_a_miss(lane: Lane, row, cold_and_warm) -> None:
+def test_key_of_another_topology_is_a_miss(row, cold_and_warm) -> None:
     cold, warm, directory = cold_and_warm
     other = Child("cached_step", str(directory), CPU_NUM_DEVICES="4")
     row.count(
@@ -129,9 +125,8 @@ def test_key_of_another_topology_is_a_miss(lane: Lane, row, cold_and_warm) -> No
     )
 
 
-@lanes("v6e")
 @needs_tpu("needs the TPU client's own loader", "xla/persistent_cache_tpu/defect")
-def test_cache_is_hit_after_a_restart_on_a_tpu(lane: Lane, row, tmp_path: Path) -> None:
+def test_cache_is_hit_after_a_restart_on_a_tpu(row, tmp_path: Path) -> None:
     cold, warm = (Child("cached_step", str(tmp_path), PJRT_DEVICE="TPU") for _ in range(2))
     keys = cold.result["PersistentCacheMiss"]
     row.defect(
@@ -149,8 +144,7 @@ def jax_cached(directory: Path, change: str = "") -> Child:
 
 
 @pytest.mark.measured_on(PJRT_CPU)
-@lanes("v6e")
-def test_jax_cache_is_hit_in_a_fresh_process(lane: Lane, row, tmp_path: Path) -> None:
+def test_jax_cache_is_hit_in_a_fresh_process(row, tmp_path: Path) -> None:
     cold, warm = (jax_cached(tmp_path) for _ in range(2))
     row.count(
         "xla/jax_cache/hits_after_restart",
@@ -175,8 +169,7 @@ def test_jax_cache_is_hit_in_a_fresh_process(lane: Lane, row, tmp_path: Path) ->
 
 
 @pytest.mark.measured_on(PJRT_CPU)
-@lanes("v6e")
-def test_learning_rate_of_0_or_1_compiles_nothing(lane: Lane, row) -> None:
+def test_learning_rate_of_0_or_1_compiles_nothing(row) -> None:
     ours = Child("rate_schedule")
     without = Child("rate_schedule", XLA_NO_SPECIAL_SCALARS="0")
     row.count(
@@ -201,8 +194,7 @@ INPUT = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
 @pytest.mark.measured_on(PJRT_CPU)
-@lanes("v6e")
-def test_searchsorted_runs_on_the_device(lane: Lane, row, defects) -> None:
+def test_searchsorted_runs_on_the_device(row, defects) -> None:
     found = defects["searchsorted"]
     row.defect(
         "xla/searchsorted_on_host/defect",
@@ -216,8 +208,7 @@ def test_searchsorted_runs_on_the_device(lane: Lane, row, defects) -> None:
 
 
 @pytest.mark.measured_on(PJRT_CPU)
-@lanes("v6e")
-def test_amax_without_dimension_reduces(lane: Lane, row, defects) -> None:
+def test_amax_without_dimension_reduces(row, defects) -> None:
     on_cpu, on_device = defects["amax"]
     row.defect(
         "xla/amax_without_dimension/defect",
@@ -231,8 +222,7 @@ def test_amax_without_dimension_reduces(lane: Lane, row, defects) -> None:
 
 
 @pytest.mark.measured_on(PJRT_CPU)
-@lanes("v6e")
-def test_custom_op_may_write_into_its_own_view(lane: Lane, row, defects) -> None:
+def test_custom_op_may_write_into_its_own_view(row, defects) -> None:
     on_cpu, on_device = defects["view_write"]
     row.defect(
         "xla/view_write_in_custom_op/defect",
@@ -246,8 +236,7 @@ def test_custom_op_may_write_into_its_own_view(lane: Lane, row, defects) -> None
 
 
 @pytest.mark.measured_on(PJRT_CPU)
-@lanes("v6e")
-def test_grouped_mm_does_not_crash(lane: Lane, row) -> None:
+def test_grouped_mm_does_not_crash(row) -> None:
     child = Child("grouped_mm")
     crashed = child.code == -signal.SIGSEGV
     row.defect(
