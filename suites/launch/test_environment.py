@@ -331,8 +331,14 @@ def test_run_never_resets_the_compiler(lane: Lane, restored_dynamo, monkeypatch,
             graphs.append(watch.refresh().unique_graphs)
     assert graphs[0] > 0, "NO_COMPILE was honoured"
     assert graphs[0] == graphs[1] < graphs[2] == graphs[3]
-    name, more = "launch/train-regional/graphs_after_the_first_steps", graphs[1] - graphs[0]
-    row.count(name, more, expected=0, seen=graphs[0], rule="C21", instruments=("graphs",))
+    row.count(
+        "launch/train-regional/graphs_after_the_first_steps",
+        graphs[1] - graphs[0],
+        expected=0,
+        seen=graphs[0],
+        rule="C21",
+        instruments=("graphs",),
+    )
 
 
 @lanes("cpu")

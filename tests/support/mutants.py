@@ -129,11 +129,11 @@ MUTANTS = (
             ),
             (
                 "kernels/rms_norm_gated/op.py",
-                "@opaque_op()\ndef rms_norm_gated_bwd(",
+                '@opaque_op("kernels.rms_norm_gated.kernel:rms_norm_gated_bwd_kernel")\ndef rms_norm_gated_bwd(',
                 "def with_nan(x, *rest):\n"
                 "    dx, *others = rms_norm_gated_backward_eager(x, *rest)\n"
                 '    return dx, *(g * float("nan") if str(x.dtype) == "torch.bfloat16" else g for g in others)\n'
-                "\n\n@opaque_op()\ndef rms_norm_gated_bwd(",
+                '\n\n@opaque_op("kernels.rms_norm_gated.kernel:rms_norm_gated_bwd_kernel")\ndef rms_norm_gated_bwd(',
             ),
         ),
         "suites/kernels/test_rms_norm_gated.py::test_error_is_at_most_that_of_the_plain_formula[bf16-cpu]",
