@@ -131,18 +131,17 @@ def test_fp64_runs_eager_on_cuda_and_other_dtypes_the_kernel(
         return 2 * x
 
     monkeypatch.setattr(torch.library, "custom_op", custom_op)
-    doubled.__module__ = "kernels.doubling.op"
     monkeypatch.setitem(
         sys.modules, "kernels.doubling.kernel", SimpleNamespace(doubled_kernel=lambda x: "kernel")
     )
-    opaque = op_support.opaque_op
-    opaque(eager_fp64=True)(doubled)
+    opaque, kernel = op_support.opaque_op, "kernels.doubling.kernel:doubled_kernel"
+    opaque(kernel, eager_fp64=True)(doubled)
     assert launches["cuda"](torch.ones(2, dtype=torch.float64)).tolist() == [2, 2]
     assert launches["cuda"](torch.ones(2)) == "kernel"
-    opaque()(doubled)
+    opaque(kernel)(doubled)
     assert launches["cuda"](torch.ones(2, dtype=torch.float64)) == "kernel"
     launches.clear()
-    opaque(triton=False)(doubled)
+    opaque()(doubled)
     assert launches == {}
 
 
