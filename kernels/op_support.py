@@ -93,7 +93,7 @@ def peer(op: str, module: str, install: str) -> Any:
 def bind_shapes(op: str, spec: str, *tensors: Tensor | None) -> tuple[Named, dict[str, int]]:
     """Match tensors with a spec such as "q:BTHP k:BTGP" -> (name -> (tensor, axes), axis -> size).
 
-    Each letter is an axis, and its size is that of the first tensor which has it. None is left out.
+    Each letter is an axis, whose size is read from the first tensor with this axis. None is left out.
     Raises ValueError, with the whole spec, on a wrong number of dimensions.
     """
     named: Named = {}

@@ -178,7 +178,7 @@ def _put(source: Path, path: Path, digest: str) -> None:
     with _replacing(path) as part:
         with source.open("rb") as file, part.open("wb") as copy:
             arrived = _digest(file, copy)
-        if arrived not in (digest, sha256(source)):  # not even that of a file that replaced it
+        if arrived not in (digest, sha256(source)):  # nor the digest of a file that replaced it
             raise CacheError(f"{source}: changed while it was copied")
         shutil.copystat(source, part)
 

@@ -32,7 +32,7 @@ def shared_root(given: Mapping[str, str]) -> Path:
 
 
 def cache_root(given: Mapping[str, str]) -> Path:
-    """Return the default cache root, used if no cache variable is set: the shared one, or that of the run named by RUN.
+    """Return the cache root that is used if no cache variable is set: the shared one, or a named run's own (see RUN).
 
     Raises ContractError if the name has a character other than letters, digits, '.', '_' and '-'.
     """

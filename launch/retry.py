@@ -102,7 +102,7 @@ def quiet_environment(retry: Retry, given: Mapping[str, str]) -> dict[str, str]:
 def passed(step: int, last_step: int, given: Mapping[str, str] = os.environ) -> None:
     """Called by a run after each step, counted from 0 in this process; from `last_step` on a failure is final."""
     if step >= last_step and given.get(BEGUN):
-        Path(given[BEGUN]).touch()  # the file's modification time is that of the last step
+        Path(given[BEGUN]).touch()  # the file's modification time is the time of the last step
 
 
 def free_port() -> int:

@@ -97,7 +97,7 @@ class MoEBlock(nn.Module):
         """scores (B,T,E) -> the values compared by the top-k, (B,T,E+M)."""
         selection = scores + self.expert_bias
         if self.groups > 1:
-            # The score of a group is that of its two best experts (DeepSeek-V3).
+            # The score of a group is the score of its two best experts (DeepSeek-V3).
             grouped = selection.unflatten(-1, (self.groups, -1))
             best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
             kept = torch.zeros_like(best).scatter(-1, best.topk(self.chosen_groups, dim=-1).indices, 1.0) > 0

@@ -31,7 +31,7 @@ class MTPHead(LossHead):
 
     h_k = block(W [norm(h_{k-1}), norm(E[token t+k])]) predicts token t+k+1 through the tied embedding; h_0 is the
     trunk's stream, detached. The steps share one block and all shapes, so that all of them are one graph. Tokens and
-    documents are derived from the targets, so its arguments are those of LossHead.
+    documents are derived from the targets, so its arguments are LossHead's.
     """
 
     def __init__(self, config: HybridConfig) -> None:

@@ -28,7 +28,7 @@ def chunk_of_token(start: Tensor, end: Tensor, doc_ids: Tensor) -> tuple[Tensor,
     """start (ascending) and end (exclusive) (B,C) int64, doc_ids (B,T) -> chunk (B,T) and document (B,C).
 
     A token's chunk is the last one that starts at or before it, if that has not ended and is in the token's
-    document; C where there is none. A chunk's document is that of its first token, -2 for an unused slot.
+    document; C where there is none. A chunk's document is the document of its first token, -2 for an unused slot.
     """
     (B, T), C = doc_ids.shape, start.shape[1]
     token = torch.arange(T, device=start.device).expand(B, T).contiguous()

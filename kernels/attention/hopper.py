@@ -1,6 +1,6 @@
 """attention for compute capability 9.0 (H100, H200) in Gluon: the three kernels of kernel.py with a producer warp.
 
-Algorithms and arguments are those of kernel.py. What differs is how a program's 12 warps share the work: one copies
+Algorithms and arguments are as in kernel.py. What differs is how a program's 12 warps share the work: one copies
 tiles to shared memory with the TMA, four compute the first 64 of the program's 128 rows and four the others, so that
 the softmax of one half runs next to the matrix products of the other. Their threads have 240 registers each, the
 producer's 24; the forward at P 64, with two programs per SM, has 104 and 24. Shared memory holds two kinds of tiles:
@@ -188,7 +188,7 @@ def _dkdv_half(
     token, row, column, vectors, T, qk_scale, a, grad_scale, R: gl.constexpr, STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 64 keys, with logits transposed as in kernel.py. vectors: where those of the first head begin."""
+    """dK and dV of 64 keys, with logits transposed as in kernel.py. vectors: where the first head's begin."""
     HALF: gl.constexpr = resident.shape[1]
     P: gl.constexpr = resident.shape[2]
     M: gl.constexpr = ring.shape[1]

@@ -6,7 +6,7 @@ is processed: the loop has no other loads to hide the memory latency.
 
 Forward: keeps the last W inputs.
 Backward, one pass: keeps the last W inputs, from which it recomputes the preactivation, and the last W
-gradients of the preactivation. The gradient of x needs those of the W - 1 tokens ahead, so the loop runs
+gradients of the preactivation. The gradient of x needs the gradients of the W - 1 tokens ahead, so the loop runs
 W - 1 tokens past its span and writes dx W - 1 tokens late. The gradients of weight and bias are summed
 along the loop and written once per program, (programs, W+1, D) in fp32; torch sums these in a fixed order.
 No atomics: both directions are bitwise deterministic.

@@ -34,7 +34,7 @@ def dsa_chosen_scores_naive(q: Tensor, k: Tensor, weights: Tensor, indices: Tens
 
 
 def dsa_distribution_naive(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
-    """Compute dense attention weights in the inputs' dtype (softmax in fp32), and gather those of the chosen keys."""
+    """Compute dense attention weights in the inputs' dtype (softmax in fp32), and gather the chosen keys' weights."""
     key = k.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2)
     s = softcap * torch.tanh(q.transpose(1, 2) @ key.mT * scale / softcap)
     at = indices.long().clamp(min=0).unsqueeze(1).expand(-1, q.shape[2], -1, -1)

@@ -1,6 +1,6 @@
 """Grouped matrix product, in plain torch, with its gradient: the rows of each expert times the expert's matrix.
 
-    y_m = x_m weight_e   for the counts_e rows m of expert e, which follow those of expert e - 1
+    y_m = x_m weight_e   for the counts_e rows m of expert e, which follow the rows of expert e - 1
 
 Rows beyond the sum of the counts belong to no expert: they are never read, and their results are zero. The
 counts are read on the host, for the loop over the experts.

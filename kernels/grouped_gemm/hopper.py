@@ -170,7 +170,7 @@ def _pass(ready, free, done, steps, STAGES: gl.constexpr):
 
 @gluon.jit
 def _arrived(weight, ready, step, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """Wait for the chunks of a step, and return that of weight as (K,N)."""
+    """Wait for the chunks of a step, and return the chunk of weight as (K,N)."""
     mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
     b = weight.index(step % STAGES)
     if TRANSPOSED:

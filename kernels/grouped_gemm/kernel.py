@@ -9,7 +9,7 @@ of a tile overlap the store of the previous one. At the end the programs write z
 expert.
 
 dweight: one program per tile of one expert's matrix, a sum over the expert's rows. Whole chunks of rows first, then
-one with the rows past the end masked in both operands: those of the next expert may contain inf or nan.
+one with the rows past the end masked in both operands: rows of the next expert may contain inf or nan.
 
 16-bit operands are loaded by TMA if D_in and D_out are multiples of a chunk, so that no tile crosses into the next
 expert's matrix; other sizes, and fp32, use masked loads in smaller tiles.

@@ -59,9 +59,9 @@ def m2rnn_backward_eager(
     dy: Tensor,
     dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of (q, k, v, W, f, h0) from those of y (B,T,H,V) and of the final state (B,H,K,V).
+    """Gradients of (q, k, v, W, f, h0) from the gradients of y (B,T,H,V) and of the final state (B,H,K,V).
 
-    `states` are those of the forward: they give the candidates n_t of all tokens at once, without a loop.
+    `states` are the forward's: they give the candidates n_t of all tokens at once, without a loop.
     """
     acc = torch.promote_types(v.dtype, torch.float32)
     query, key, value, weight, gate, first, dy = (t.to(acc) for t in (q, k, v, W, f, h0, dy))

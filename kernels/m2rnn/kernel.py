@@ -223,7 +223,7 @@ def m2rnn_bwd_kernel(
     q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor,
     states: Tensor, dy: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Implement bumpgate::m2rnn_bwd: gradients of q, k, v, W, f, h0 from those of y and of the
+    """Implement bumpgate::m2rnn_bwd: gradients of q, k, v, W, f, h0 from the gradients of y and the
     final state; `states` are the forward's."""
     (B, T, H, K), V = k.shape, v.shape[3]
     tile = _tile(v, K)

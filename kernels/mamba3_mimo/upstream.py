@@ -67,7 +67,7 @@ def mamba3_mimo_upstream(
         chunk_size=chunk_size, rotary_dim_divisor=N // A, dtype=v.dtype, return_state=True, cu_seqlens=borders,
     )  # fmt: skip
     if packed:
-        # One state per document; the final state of a row is that of its last document.
+        # One state per document; the final state of a row is its last document's.
         last = starts.sum(1).cumsum(0) - 1
         y, (theta, h, k_prev) = y.reshape(B, T, *y.shape[2:]), (t[last] for t in (theta, h, k_prev))
     ours = order.argsort()

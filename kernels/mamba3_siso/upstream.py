@@ -46,7 +46,7 @@ def mamba3_siso_upstream(
         chunk_size=chunk_size, return_final_states=True, cu_seqlens=borders,
     )  # fmt: skip
     if packed:
-        # One state per document; the final state of a row is that of its last document.
+        # One state per document; the final state of a row is its last document's.
         last = starts.sum(1).cumsum(0) - 1
         y, final = y.reshape(B, T, *y.shape[2:]), [t[last] for t in final]
     return y, Mamba3State(*final)

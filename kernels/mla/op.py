@@ -138,7 +138,7 @@ def mla_absorbed(
 ) -> Tensor:
     """Absorbed form of `mla`: W_uk is applied to the queries and W_uv to the output, without per-head keys or values.
 
-    Arguments as `mla`, but q_nope (B,S,H,P) and q_rope (B,S,H,R) may be those of the last S <= T tokens: a decoding
+    Arguments as `mla`, but q_nope (B,S,H,P) and q_rope (B,S,H,R) may be of the last S <= T tokens only: a decoding
     step has a cache of c_kv and k_rope, and queries of one token. Plain torch, differentiable, fp32 inside.
     -> (B,S,H,Pv) in q_nope.dtype. Raises ValueError on a wrong shape, dtype or negative softcap.
     """

@@ -45,7 +45,7 @@ def ssd_chunk_scan_backward_eager(
     x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
     initial_state: Tensor, chunk_size: int, dy: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of (x, dt, A, Bmat, Cmat, D, initial_state) from those of y (B,T,H,P) and the final state.
+    """Gradients of (x, dt, A, Bmat, Cmat, D, initial_state) from the gradients of y (B,T,H,P) and the final state.
 
     Only the inputs are saved by the forward: decays, scores and chunk states are recomputed.
     """

@@ -133,7 +133,7 @@ def ssd_chunk_scan_bwd_kernel(
     x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
     initial_state: Tensor, chunk_size: int, dy: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, dt, A, Bmat, Cmat, D, initial_state from those of y (B,T,H,P) and the final state."""
+    """Gradients of x, dt, A, Bmat, Cmat, D, initial_state from the gradients of y (B,T,H,P) and the final state."""
     call = _Call(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
     (B, T, H, P), (G, N), C = x.shape, Bmat.shape[2:], call.sizes[1]
     dy, dfinal = dy.contiguous(), dfinal.contiguous()

@@ -175,7 +175,7 @@ def states_kernel(
     """states (B,H,C,P,N): the value entering each chunk of a decaying sum of rows_t columns_t^T that starts at `begin`.
 
     Forward in time, rows and columns are x and B. In reverse they are dy and C, the value entering a chunk is the
-    gradient of the state that leaves it, and `end` receives that of the initial state.
+    gradient of the state that leaves it, and `end` receives the gradient of the initial state.
     """
     b, h, i = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H, tl.arange(0, L)
     head = b * H + h

@@ -1,7 +1,7 @@
 """Model parallelism of a hybrid: attention heads over the ranks of one row (tensor), experts over all rows (expert).
 
 Both are functions for `parallelize(shard=...)`: they replace parameters by DTensors in place, so that names, types and
-gathered checkpoints are those of the model on one rank.
+gathered checkpoints are as for the model on one rank.
 
 E experts, D model dim, F expert hidden, S slots, N ranks, C slots of an expert on a rank.
 """

@@ -42,7 +42,7 @@ class Parallel:
 
     @contextmanager
     def held(self, hold: bool = True) -> Iterator[None]:
-        """Keep gradients on their rank inside the block if `hold`: they are added to those of the next backward."""
+        """Keep gradients on their rank inside the block if `hold`: they are added to the gradients of the next backward."""
         forward, model = self.compiled.forward, self.compiled.model
         with ExitStack() as stack:
             if hold and isinstance(forward, DistributedDataParallel):

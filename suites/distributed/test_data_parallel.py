@@ -1,4 +1,4 @@
-"""DDP and FSDP2 on two ranks: gradients, experts' counters and buffers equal those of one process. Rules C8, C14.
+"""DDP and FSDP2 on two ranks: gradients, experts' counters and buffers equal one process's. Rules C8, C14.
 
 The narrow nam12, one batch per rank, bitwise equal to the mean of both batches' gradients in one eager process.
 """

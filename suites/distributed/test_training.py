@@ -1,4 +1,4 @@
-"""launch.train over ranks is one training: gradients, losses and checkpoints are those of one process. Rules C14, C21.
+"""launch.train over ranks is one training: gradients, losses and checkpoints are as in one process. Rules C14, C21.
 
 DDP and FSDP2 bitwise; heads and experts that are divided over the ranks within the rounding of fp64.
 """

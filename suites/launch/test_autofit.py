@@ -105,7 +105,7 @@ def test_split_batch_step_equals_full_step(row) -> None:
 
 @pytest.mark.parametrize("rows", [8, 4])
 def test_step_clears_its_gradients(rows: int) -> None:
-    """Gradients that are left would be added to those of the next step."""
+    """Gradients that are left would be added to the gradients of the next step."""
     model = dense()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     accumulated_step(model, optimizer, batch_of(model), rows, model.config.bos_id)
@@ -146,7 +146,7 @@ def test_split_step_takes_the_indexers_loss_once() -> None:
 
 
 def test_split_batch_of_sparse_attention_compiles_once(restored_dynamo) -> None:
-    """The weight of the indexer's loss is a constant of the graph: the warm-up has that of a part, too."""
+    """The weight of the indexer's loss is a constant of the graph: the warm-up has the weight of a part, too."""
     config = sparse_config()
     compiled = []
     for rows in (None, 2):

@@ -1,6 +1,6 @@
 """Capabilities are probed and versions parsed: rule C16, and what follows from a GPU's compute capability.
 
-The version strings are those of real wheels and of public reports about such builds.
+The version strings are from real wheels and from public reports about such builds.
 """
 
 from __future__ import annotations

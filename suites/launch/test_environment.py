@@ -367,9 +367,7 @@ def test_backend_fault_stops_the_run(lane: Lane, restored_dynamo) -> None:
 
 
 def sites(tree: ast.AST) -> tuple[list[int], list[int], list[int]]:
-    """Return lines that reset the compiler; that suppress its errors or disable it; those of the latter without
-    `if`.
-    """
+    """Return three lists of lines: they reset the compiler, silence or disable it, or silence it without `if`."""
     resets, silenced, guarded = [], [], set()
     for node in ast.walk(tree):
         text = ast.unparse(node) if isinstance(node, (ast.Call, ast.Assign, ast.ImportFrom)) else ""

@@ -110,7 +110,7 @@ def curves(run: Trainer) -> Tensor:
 
 
 def stream_error_ratio(found: Tensor, plain: Tensor, oracle: Tensor) -> float:
-    """Return the median RMS error of a stream over that of eager. NaN if a loss is NaN.
+    """Return the median RMS error of a stream over the error of eager. NaN if a loss is NaN.
 
     On an H200 a rounding moves one stream in some runs: over all streams at once the ratio of an unchanged build was
     0.6 to 9 in nine runs (torch 2.11.0, 2.14.1, 2.15.0). A wrong gradient or update changes every stream.

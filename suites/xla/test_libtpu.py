@@ -30,7 +30,7 @@ RENAMED = "xla_jf_vmem_memory_space_assignment"
 
 
 def pinned() -> str:
-    """The version in this environment's own lock in a gate; without a lock the one that torch_xla requires.
+    """The version in this environment's own lock in a gate; without a lock the version that torch_xla requires.
 
     In a lane run, the version of the lane's extra.
     """
