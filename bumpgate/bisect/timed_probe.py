@@ -83,7 +83,7 @@ class TimedTest:
     def plan(self) -> SessionPlan:
         """Return the gate's plan for this lane, with half of each row's slowdown as its only margin."""
         lane = lanes.require(self.root, self.lane)
-        plan = plan_for(self.sessions or MOST, lane.name, lane.device, lane.margins)
+        plan = plan_for(self.sessions or MOST, lane.slow_modes, lane.device, lane.margins)
         margins = {row: math.sqrt(ratio) - 1 for row, ratio in self.ratios.items()}
         return replace(
             plan, rules=(*(SessionRule(escape(row), m, m) for row, m in margins.items()), *plan.rules)

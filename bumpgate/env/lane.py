@@ -231,7 +231,7 @@ def smoke_tests(root: Path) -> dict[str, Smoke]:
     return {wheel.name: wheel.smoke for wheel in every if wheel.smoke}
 
 
-# Until every room has moved to LaneContext.
+# Shorthands for a repository and the name of a lane.
 def lane_lock(root: Path, lane: str) -> Path:
     """Return the path of a lane's lock."""
     return root / lanes.FOLDER / lane / lanes.LOCK
@@ -240,31 +240,6 @@ def lane_lock(root: Path, lane: str) -> Path:
 def lane_request(root: Path, lane: str, candidate: str | None = None, **changes: Any) -> Request:
     """Return `LaneContext.request`."""
     return LaneContext(root, lane).request(candidate, **changes)
-
-
-def lane_requirements(root: Path, lane: str) -> tuple[str, ...]:
-    """Return `LaneContext.requirements`."""
-    return LaneContext(root, lane).requirements()
-
-
-def lane_script(root: Path, lane: str) -> Path | None:
-    """Return `LaneContext.script`."""
-    return LaneContext(root, lane).script
-
-
-def kernel_wheels(root: Path, lane: str) -> tuple[str, ...]:
-    """Return `LaneContext.kernel_wheels`."""
-    return LaneContext(root, lane).kernel_wheels
-
-
-def known_kernel_wheels(root: Path, lane: str) -> tuple[str, ...]:
-    """Return `LaneContext.known_kernel_wheels`."""
-    return LaneContext(root, lane).known_kernel_wheels
-
-
-def require_kernel_wheels(root: Path, lane: str, names: Iterable[str]) -> None:
-    """Call `LaneContext.require_kernel_wheels`."""
-    LaneContext(root, lane).require_kernel_wheels(names)
 
 
 def _same_package(a: Requirement, b: Requirement) -> bool:

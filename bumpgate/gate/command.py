@@ -185,7 +185,7 @@ def _measured(
     if config.command:
         metrics.write_test(root, config.lane, config.command)
     lane = lanes.require(root, config.lane)
-    plan = plan_for(config.sessions, lane.name, lane.device, lane.margins)
+    plan = plan_for(config.sessions, lane.slow_modes, lane.device, lane.margins)
     gate = _begin(config, plan, place, how.resume, bind(root, place))
     if gate.finished:
         _refuse_lapsed(gate, root, place)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bumpgate.core import lanes
 from bumpgate.core.errors import BumpgateError
-from bumpgate.env.lane import require_kernel_wheels
+from bumpgate.env.lane import LaneContext
 from bumpgate.env.store import sha256_of
 from bumpgate.gate.plan import plan_for
 from bumpgate.process.file_transaction import ADOPTION, interrupted
@@ -108,7 +108,7 @@ def require_usable(config: GateConfig, root: Path) -> None:
         )
     if config.fast and (older := config.anchor or config.python_anchor):
         raise BumpgateError(f"--fast and the anchor {older}: a fast gate measures no drift; leave one out")
-    require_kernel_wheels(root, config.lane, config.without)
+    LaneContext(root, config.lane).require_kernel_wheels(config.without)
     try:
         plan_for(config.sessions)
     except ValueError as error:

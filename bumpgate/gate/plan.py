@@ -160,7 +160,7 @@ def shares(names: Iterable[str], plan: SessionPlan) -> dict[str, float]:
 
 def plan_for(
     sessions: int | None = None,
-    lane: str = "",
+    slow_modes: bool = False,
     device: str = "cpu",
     margins: Iterable[tuple[str, float]] = (),
 ) -> SessionPlan:
@@ -172,7 +172,7 @@ def plan_for(
     sessions than the first look needs.
     """
     default = SessionPlan() if device == "cpu" else SessionPlan(settle=SETTLE_ON_DEVICE)
-    watch = lane == "cpu" and (sessions is None or sessions >= default.modes.sessions)
+    watch = slow_modes and (sessions is None or sessions >= default.modes.sessions)
     noisy = (SessionRule(pattern, min(0.02, m), m, weight=0.1, rare=RARE_IF_NOISY) for pattern, m in margins)
     default = replace(default, rules=(*noisy, *starts(watch), SessionRule("throughput/*", watch=watch)))
     if sessions is None or sessions >= default.budget:

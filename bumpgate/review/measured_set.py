@@ -27,7 +27,7 @@ from bumpgate.core.rows import Record
 from bumpgate.env.build import resolve
 from bumpgate.env.freeze import changes, fetch, lock_of
 from bumpgate.env.inventory import content_of, version_of
-from bumpgate.env.lane import known_kernel_wheels, lane_request
+from bumpgate.env.lane import LaneContext, lane_request
 from bumpgate.env.links import Offer, offers
 from bumpgate.env.locks import Lock, Wheel
 from bumpgate.env.request import Request
@@ -181,7 +181,7 @@ def _of_interpreter(root: Path, path: Path, gate: GateFile, named: Named, python
             f" gate an interpreter of Python {request.python}"
         )
     files = _kernel_files(root, gate, named.find_links)
-    resolved = resolve(_with_files(request, known_kernel_wheels(root, gate.lane), files))
+    resolved = resolve(_with_files(request, LaneContext(root, gate.lane).known_kernel_wheels, files))
     lock, sources = lock_of("pylock.toml", resolved, python)
     for package in lock.packages:
         if path_of := files.get(package.name):
@@ -247,7 +247,7 @@ def _unlocked(path: Path, gate: GateFile, lock: Lock, again: str) -> dict[str, s
 def _kernel_files(root: Path, gate: GateFile, find_links: Sequence[str]) -> dict[str, Path]:
     """Return the file of each kernel wheel of the lane that the interpreter had."""
     have = canonical(gate.candidate.packages)
-    names = [name for name in known_kernel_wheels(root, gate.lane) if name in have]
+    names = [name for name in LaneContext(root, gate.lane).known_kernel_wheels if name in have]
     offered = offers(find_links) if names else []
     return {name: _measured_file(gate, name, have[name], offered) for name in names}
 

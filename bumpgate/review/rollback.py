@@ -15,7 +15,7 @@ from bumpgate.core.errors import BumpgateError, RefusedError
 from bumpgate.env import store
 from bumpgate.env.build import Environment, build, release
 from bumpgate.env.cached import discard
-from bumpgate.env.lane import lane_lock, lane_script
+from bumpgate.env.lane import LaneContext, lane_lock
 from bumpgate.env.locks import Lock, read_lock
 from bumpgate.env.request import RUNNING, Request, request_key
 from bumpgate.env.store import StoreError
@@ -141,7 +141,7 @@ def rebuild(root: Path, path: Path, lock: Lock, lane: str, *, offline: bool = Tr
     request = Request(
         lock=path,
         python=lock.python or RUNNING,
-        script=lane_script(root, lane),
+        script=LaneContext(root, lane).script,
         offline=offline,
         name=f"rollback {lane}",
     )

@@ -155,9 +155,7 @@ def build_command(
 @app.command("fetch")
 def fetch_command(
     lane: Lane,
-    source: Annotated[
-        str, typer.Option("--from", help="A kernel store: a directory, or its https or s3 address.")
-    ],
+    source: Annotated[str, typer.Option("--from", help="A kernel store: a directory, or its https address.")],
     torch: Torch = "",
     python: Python = "",
 ) -> None:

@@ -16,7 +16,7 @@ from bumpgate.env import store as wheel_store
 from bumpgate.env.build import BuildError, Environment, NotInstallable, Request, build, release
 from bumpgate.env.cached import Say
 from bumpgate.env.inventory import Inventory, take
-from bumpgate.env.lane import LaneContext, kernel_wheels, known_kernel_wheels
+from bumpgate.env.lane import LaneContext
 from bumpgate.env.locks import Wheel
 from bumpgate.env.store import sha256_of
 from bumpgate.process.child import Interpreter
@@ -101,7 +101,7 @@ def missing(root: Path, lane: str, python: Path) -> dict[str, str]:
 
     Raises BumpgateError, one line, if anything installed there that is linked against torch fails its audit.
     """
-    names = kernel_wheels(root, lane)
+    names = LaneContext(root, lane).kernel_wheels
     if not names and abi.missing_tool():
         return {}
     found = _inventory(root, python)
@@ -114,7 +114,7 @@ def missing(root: Path, lane: str, python: Path) -> dict[str, str]:
 
 def contents(root: Path, lane: str, python: Path) -> dict[str, str]:
     """Return the digest of the files of each kernel wheel of the lane that an interpreter has. Raises ChildFault."""
-    names = known_kernel_wheels(root, lane)
+    names = LaneContext(root, lane).known_kernel_wheels
     found = _inventory(root, python) if names else None
     return {name: wheel.content for name in names if found and (wheel := found.installed(name))}
 
@@ -140,7 +140,7 @@ class Fitter:
     @property
     def names(self) -> frozenset[str]:
         """Return the kernel wheels of the lane, which follow the other packages."""
-        return frozenset(known_kernel_wheels(self.root, self.lane))
+        return frozenset(LaneContext(self.root, self.lane).known_kernel_wheels)
 
     def __call__(self, request: Request) -> Environment:
         """Return the environment of a request. Raises NotInstallable if its packages contradict each other."""

@@ -14,16 +14,13 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
 
 from bumpgate.core.errors import one_line
 from bumpgate.core.rows import write_atomic
+from bumpgate.env.freeze import blocks
 from bumpgate.env.store import StoreError, sha256_of
 from bumpgate.env.uv import http_options, local_path, public_url
 from bumpgate.process.home import home
-
-if TYPE_CHECKING:
-    import requests
 
 NOTE = "wheel.json"
 
@@ -99,9 +96,9 @@ def put(build: Build, wheel: Path, root: Path | None = None) -> Stored:
 
 
 def fetch(build: Build, place: str, root: Path | None = None) -> Stored | None:
-    """Copy the wheel of a build from another store, a directory, https or s3 URL; None if that has none.
+    """Copy the wheel of a build from another store, a directory or an https URL; None if that has none.
 
-    Raises StoreError on an unreachable store, and on a hash mismatch.
+    Raises StoreError on an unreachable store and on a hash mismatch, BumpgateError on a broken connection.
     """
     source = f"{place.rstrip('/')}/{build.package}/{build.key}"
     raw = b"".join(_read(f"{source}/{NOTE}") or ())
@@ -143,52 +140,12 @@ def _note(raw: bytes, build: Build, where: str) -> tuple[str, str]:
 def _read(address: str) -> Iterator[bytes] | None:
     """Return the bytes of a file or URL in blocks, or None if it does not exist."""
     if path := local_path(address):
-        return _blocks(path.open("rb"), address) if path.is_file() else None
-    if not address.startswith(("http://", "https://")):
-        return _object(address)
+        return blocks(address) if path.is_file() else None
     import requests
 
     try:
-        answer = requests.get(address, stream=True, **http_options())
-        if answer.status_code == 404:
+        if requests.head(address, allow_redirects=True, **http_options()).status_code == 404:
             return None
-        answer.raise_for_status()
     except requests.RequestException as error:
         raise StoreError(f"{public_url(address)} cannot be fetched: {one_line(error, 120)}") from None
-    return _checked(answer, address)
-
-
-def _checked(answer: requests.Response, address: str) -> Iterator[bytes]:
-    import requests
-
-    try:
-        yield from answer.iter_content(1 << 20)
-    except requests.RequestException as error:
-        raise StoreError(f"{public_url(address)} cannot be read completely: {one_line(error, 120)}") from None
-
-
-def _object(address: str) -> Iterator[bytes] | None:
-    """Return the bytes of an object of s3://, or of another store that fsspec reads; None if it does not exist."""
-    try:
-        import fsspec
-
-        return _blocks(fsspec.open(address, "rb").open(), address)
-    except FileNotFoundError:
-        return None
-    except ImportError as error:
-        raise StoreError(
-            f"{public_url(address)}: {one_line(error, 80)}: pip install 'bumpgate[s3]'"
-        ) from None
-    except Exception as error:  # those of botocore are not OSErrors
-        raise StoreError(f"{public_url(address)} cannot be fetched: {one_line(error, 120)}") from None
-
-
-def _blocks(file: IO[bytes], address: str) -> Iterator[bytes]:
-    with file:
-        try:
-            while block := file.read(1 << 20):
-                yield block
-        except Exception as error:
-            raise StoreError(
-                f"{public_url(address)} cannot be read completely: {one_line(error, 120)}"
-            ) from None
+    return blocks(address)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from bumpgate.env.lane import lane_requirements
+from bumpgate.env.lane import LaneContext
 from bumpgate.env.locks import read_lock
 from bumpgate.env.packages import NO_LOCK, VARIABLE
 from bumpgate.plugin.provenance import xla_versions
@@ -37,7 +37,7 @@ def pinned() -> str:
     lock = os.environ.get(VARIABLE, "")
     if lock not in ("", NO_LOCK):
         return read_lock(Path(lock)).versions["libtpu"]
-    lines = lane_requirements(ROOT, "v6e") if not lock else metadata.requires("torch_xla") or ()
+    lines = LaneContext(ROOT, "v6e").requirements() if not lock else metadata.requires("torch_xla") or ()
     (specifier,) = next(r for r in map(Requirement, lines) if r.name == "libtpu").specifier
     assert specifier.operator == "==", f"libtpu{specifier} is not pinned"
     return specifier.version

@@ -12,7 +12,7 @@ from bumpgate import cli
 from bumpgate.core import lanes
 from bumpgate.core.baseline import Baseline, Reviewed, inherited
 from bumpgate.core.lanes import Lane, LaneError
-from bumpgate.env.lane import lane_requirements
+from bumpgate.env.lane import LaneContext
 from bumpgate.plugin import devices
 from tests.support.foreign import LANE, Foreign
 
@@ -48,7 +48,7 @@ def test_extra_of_another_project_includes_its_dependencies(tmp_path: Path) -> N
         "[project]\nname = 'theirs'\ndependencies = ['torch>=2.2', 'scipy']\n"
         "[project.optional-dependencies]\ntest = ['theirs[more]', 'pytest>=8.3']\nmore = ['einops']\n"
     )
-    found = lane_requirements(tmp_path, "mine")
+    found = LaneContext(tmp_path, "mine").requirements()
     assert found[:4] == ("torch>=2.2", "scipy", "einops", "pytest>=8.3")
     assert any(text.startswith("psutil") for text in found), "what the plugin imports"
 

@@ -18,7 +18,7 @@ from bumpgate.env import freeze as freezing
 from bumpgate.env import store, uv
 from bumpgate.env.build import BuildError, build
 from bumpgate.env.freeze import pinned_requirements
-from bumpgate.env.lane import LaneContext, lane_lock, lane_request, lane_requirements
+from bumpgate.env.lane import LaneContext, lane_lock, lane_request
 from bumpgate.env.locks import LockError, read_lock
 from bumpgate.env.packages import satisfies
 from suites.support.lanes import LANES
@@ -199,7 +199,7 @@ def test_committed_lock_satisfies_the_lane_requirements(lane: str) -> None:
     context = LaneContext(ROOT, lane)
     path, lock = context.lock_path, read_lock(context.lock_path)
     assert "://" not in path.read_text()
-    for text in lane_requirements(ROOT, lane):
+    for text in context.requirements():
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate({"python_version": lock.python}):
             version = lock.versions[canonicalize_name(requirement.name)]

@@ -82,7 +82,7 @@ def test_cold_starts_expect_more_slow_processes() -> None:
     assert Modes().from_share(0.0) == Modes()
     three = [*series(0, 20), SLOW, SLOW, SLOW]
     start, step = "throughput/start-cpu/cold_cpu_seconds", "throughput/nam52/seconds"
-    assert decide({start: three, step: three}, plan_for(None, "cpu")) == {
+    assert decide({start: three, step: three}, plan_for(None, True)) == {
         start: TimedOutcome.INCONCLUSIVE,
         step: TimedOutcome.SLOW_MODE,
     }
@@ -138,7 +138,7 @@ def test_accepted_slowdown_does_not_hide_a_slow_mode() -> None:
         [0.004, -0.003, 0.002, -0.005, 0.001, 0.003, -0.002, 0.0, 0.005, -0.004],
     )
     values = [math.log(1.05) + noise[i % 10] + math.log(3) * (i % 4 == 3) for i in range(12)]
-    timed = summarise({row: values}, plan_for(None, "cpu"))
+    timed = summarise({row: values}, plan_for(None, True))
     assert (timed[row].outcome, timed[row].slow) == (TimedOutcome.SLOWER, (3, 0))
     entry = Acceptance("cpu", row, None, "ann", "known", date(2026, 1, 1), date(2026, 12, 1), 1.05)
     times, _, _ = apply_to_times(timed, {}, [entry], "cpu", date(2026, 3, 2))

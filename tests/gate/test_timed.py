@@ -209,16 +209,16 @@ def test_short_plan_spends_the_full_level_by_its_last_look() -> None:
 
 
 def test_slow_modes_are_watched_if_sessions_suffice() -> None:
-    assert plan_for(None, "cpu").rule("throughput/a/b").watch
-    assert plan_for(None, "cpu").rule("throughput/start-cpu/warm_cpu_seconds").watch
-    assert not plan_for(None, "cpu").rule("throughput/start-cpu/cold_cpu_seconds").watch
-    assert not plan_for(12, "cpu").rule("throughput/a/b").watch
-    assert not plan_for(None, "h200").rule("throughput/a/b").watch
+    assert plan_for(None, True).rule("throughput/a/b").watch
+    assert plan_for(None, True).rule("throughput/start-cpu/warm_cpu_seconds").watch
+    assert not plan_for(None, True).rule("throughput/start-cpu/cold_cpu_seconds").watch
+    assert not plan_for(12, True).rule("throughput/a/b").watch
+    assert not plan_for(None, False).rule("throughput/a/b").watch
 
 
 def test_plan_of_a_gpu_lane_ends_earlier_and_has_its_margins() -> None:
-    plan = plan_for(None, "h200", "cuda", [("a/noisy-*", 0.2), ("throughput/start-*", 0.3)])
-    assert (plan.settle, plan_for(None, "cpu").settle) == (8, 16)
+    plan = plan_for(None, False, "cuda", [("a/noisy-*", 0.2), ("throughput/start-*", 0.3)])
+    assert (plan.settle, plan_for(None, True).settle) == (8, 16)
     noisy = plan.rule("a/noisy-1/rate")
     assert (noisy.same, noisy.different, noisy.weight, noisy.rare) == (0.2, 0.02, 0.1, 0.2)
     assert plan.rule("throughput/start-h200/cold_cpu_seconds").same == 0.3, "before the rules of all lanes"
@@ -390,7 +390,7 @@ def test_series_with_a_round_of_no_cost_is_not_used(tmp_path: Path) -> None:
         found = Record({"lane": "cpu"}, (Judgement(row, Verdict.PASS, ""),))
         return reading(LaneRun(0, found, "", 1.0, tmp_path), [TIME_TEST], [ROWS[0]])
 
-    made = Sessions({ROWS[0]: TIME_TEST}, plan_for(None, "cpu"), 72)
+    made = Sessions({ROWS[0]: TIME_TEST}, plan_for(None, True), 72)
     made.run_duet(lambda tests, flip: (measured(1.0, (1.0, 1.0)), measured(2.0, (1.0, 0.0))))
     assert made.log_ratios == {ROWS[0]: [pytest.approx(math.log(2))]}
 

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from bumpgate import cli
 from bumpgate.core import lanes
-from bumpgate.env.lane import lane_requirements
+from bumpgate.env.lane import LaneContext
 from bumpgate.plugin import devices
 from tests.support.foreign import Foreign
 
@@ -49,7 +49,7 @@ def test_init_writes_a_lane_an_example_and_a_workflow(init: Init, tmp_path: Path
     assert [line.removeprefix("wrote ") for line in out.splitlines()[:-1]] == [*FILES, "pytest.ini"]
     assert out.splitlines()[-1] == "next: pytest -m nightly, then: bumpgate rebaseline --lane nightly"
     assert list(lanes.load(tmp_path)) == ["nightly"]
-    assert "torch==2.13.0" in lane_requirements(tmp_path, "nightly")
+    assert "torch==2.13.0" in LaneContext(tmp_path, "nightly").requirements()
     assert "pytest.mark.nightly" in (tmp_path / "bumps/test_bump.py").read_text()
     assert "gate --lane nightly " in (tmp_path / ".github/workflows/bumpgate.yml").read_text()
     texts = {name: (tmp_path / name).read_text() for name in FILES}

@@ -15,7 +15,6 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-import fsspec
 import pytest
 
 from bumpgate import cli
@@ -288,27 +287,6 @@ def test_fetch_reads_a_store_over_http(stored: store.Stored, tmp_path: Path) -> 
         server.communicate()
     with pytest.raises(StoreError, match="cannot be fetched"):
         store.fetch(BUILD, place, tmp_path / "here")
-
-
-def test_fetch_reads_a_store_through_fsspec(
-    stored: store.Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """s3:// is one of its file systems; this one is in memory."""
-    memory = fsspec.filesystem("memory")
-    memory.put(str(tmp_path / "there"), "/kernels", recursive=True)
-    for path in [p for p in memory.find("/kernels") if p.endswith(".whl")]:
-        fetched = store.fetch(BUILD, "memory://kernels", tmp_path / "here")
-        assert fetched is not None
-        assert fetched.path.read_bytes() == stored.path.read_bytes()
-        memory.pipe_file(path, b"other bytes")
-    with pytest.raises(StoreError, match=r"memory://kernels/.*: sha256 .* has"):
-        store.fetch(BUILD, "memory://kernels", tmp_path / "nowhere")
-    assert store.fetch(replace(BUILD, arch=80), "memory://kernels", tmp_path / "here") is None
-    with pytest.raises(StoreError, match="cannot be fetched: Protocol not known: s4"):
-        store.fetch(BUILD, "s4://kernels", tmp_path / "here")
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(StoreError, match=r"^s3://kernels/.*: pip install 'bumpgate\[s3\]'$"):
-        store.fetch(BUILD, "s3://kernels", tmp_path / "here")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
