@@ -18,8 +18,8 @@ from rich.text import Text
 
 from bumpgate.core import lanes
 from bumpgate.core.baseline import find_root
-from bumpgate.doctor.examination import examine, healthy, make_site
-from bumpgate.doctor.findings import CheckResult, Site, Status
+from bumpgate.doctor.checks import CHECKS
+from bumpgate.doctor.examination import CheckResult, Site, Status, examine, healthy, make_site
 
 SCHEMA = 1
 STYLE = {Status.OK: "green", Status.WARNING: "yellow", Status.DEFECT: "bold red", Status.NOT_RUN: "dim"}
@@ -39,7 +39,7 @@ def command(
     root = find_root(Path.cwd())
     lanes.require(root, lane)
     site = make_site(root, lane, python or Path(sys.executable), os.environ)
-    findings = examine(site)
+    findings = examine(site, CHECKS)
     if as_json:
         typer.echo(json.dumps(document(site, findings), indent=1))
     else:

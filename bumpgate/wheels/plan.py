@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 
 from bumpgate.core.errors import BumpgateError
 from bumpgate.doctor import abi
-from bumpgate.doctor.version_checks import driver_version
+from bumpgate.doctor.checks import driver_version
 from bumpgate.env import store as wheel_store
 from bumpgate.env.inventory import take
 from bumpgate.env.lane import LaneContext

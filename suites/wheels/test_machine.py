@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.doctor.examination import examine, make_site
-from bumpgate.doctor.findings import Status
+from bumpgate.doctor.checks import CHECKS
+from bumpgate.doctor.examination import Status, examine, make_site
 from suites.support.child import ENVIRONMENT, ROOT
 from suites.support.lanes import Lane, lanes
 
@@ -19,7 +19,7 @@ from suites.support.lanes import Lane, lanes
 @lanes("cpu", "h200")
 @pytest.mark.long(80)
 def test_doctor_finds_no_defect(lane: Lane, row) -> None:
-    findings = examine(make_site(ROOT, lane.name, Path(sys.executable), ENVIRONMENT, own_lock=True))
+    findings = examine(make_site(ROOT, lane.name, Path(sys.executable), ENVIRONMENT, own_lock=True), CHECKS)
     defects = [f"{f.code} {f.check}: {f.reason}" for f in findings if f.status is Status.DEFECT]
     passed = sum(f.status is Status.OK for f in findings)
     row.count("wheels/doctor/defects", defects, unit="defects", expected=0, rule="C28", seen=passed)

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from bumpgate.doctor import command as doctor
-from bumpgate.doctor.examination import CHECKS
-from bumpgate.doctor.findings import CheckResult, Part, Status
+from bumpgate.doctor.checks import CHECKS
+from bumpgate.doctor.examination import CheckResult, Part, Status
 from bumpgate.env import store
 from bumpgate.env.locks import Locked, Wheel, read_lock, write_lock
 from bumpgate.env.store import sha256_of

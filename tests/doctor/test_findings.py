@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bumpgate.doctor import abi, version_checks
-from bumpgate.doctor.findings import Check, Defect, NotRun, Part, Status
+from bumpgate.doctor import abi, checks
+from bumpgate.doctor.examination import Check, Defect, NotRun, Part, Status
 
 BAD, OLD = Defect("bad", "it is bad", "fix it"), Defect("old", "it is old", "renew it", warning=True)
 
@@ -45,7 +45,7 @@ def test_packages_that_no_tool_can_read_are_not_ok(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(abi, "missing_tool", lambda: "nm")
     nothing = SimpleNamespace(wheels=(), installed=lambda name: None)
     site: Any = SimpleNamespace(inventory=nothing, smoke={}, row=nothing)
-    (check,) = (check for check in version_checks.CHECKS if check.code == "BG207")
+    (check,) = (check for check in checks.CHECKS if check.code == "BG207")
     (found,) = check.run(site)
     assert found.status is Status.NOT_RUN
     assert found.reason.startswith("nm is not on PATH: no package is audited")

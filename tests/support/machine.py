@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from bumpgate.doctor.examination import CHECKS, examine, make_site
-from bumpgate.doctor.findings import Check, CheckResult, Part, Status
+from bumpgate.doctor.checks import CHECKS
+from bumpgate.doctor.examination import Check, CheckResult, Part, Status, examine, make_site
 from tests.support.tree import ROOT
 
 # In every Python of the machine: log each import of torch, with its visible devices; finding its location does not
