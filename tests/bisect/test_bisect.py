@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import builds, golden
 from tests.support.builds import CRASHES, JUDGE, RAISES, Ran, bisecting, host_pytest, make_builds
+from tests.support.lane_files import declare_lanes
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
 from tests.support.project import HEAD, REPO
 
@@ -167,6 +168,7 @@ def tree(tmp_path: Path) -> Path:
     pytest_options = text[text.index("[tool.pytest.ini_options]") : text.index("[tool.ruff]")]
     extras = '[project.optional-dependencies]\ncpu = ["pytest", "torch==2.0.0"]\n'
     (root / "pyproject.toml").write_text(f'[project]\nname = "bumpgate"\n{extras}\n{pytest_options}')
+    declare_lanes(root)
     (root / "suites/__init__.py").touch()
     (root / "suites/compile").mkdir()
     (root / "suites/compile/test_a.py").write_text(SUITE)
