@@ -26,7 +26,7 @@ STYLE = {Status.OK: "green", Status.WARNING: "yellow", Status.DEFECT: "bold red"
 
 
 def command(
-    lane: Annotated[str, typer.Option(help="A declared lane.")] = "cpu",
+    lane: Annotated[str, typer.Option(help="A declared lane; by default the first.")] = "",
     python: Annotated[
         Path | None, typer.Option(help="The interpreter to examine; by default this one.")
     ] = None,
@@ -37,6 +37,7 @@ def command(
     Exit codes: 0 healthy (a warning is not a defect), 1 a defect, 4 bad input.
     """
     root = find_root(Path.cwd())
+    lane = lane or next(iter(lanes.load(root)), "")
     lanes.require(root, lane)
     site = make_site(root, lane, python or Path(sys.executable), os.environ)
     findings = examine(site, CHECKS)

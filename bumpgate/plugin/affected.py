@@ -11,8 +11,8 @@ A Python file depends on
 
 An import is looked for in each folder that is no package, such as `src` or the folder of the test.
 
-Every test depends on a file that no test file depends on in these ways, on pyproject.toml, bumpgate.toml, the
-configuration of pytest and the baselines. For bumpgate itself only the imports count.
+Every test depends on a file that no test file depends on in these ways, on pyproject.toml, bumpgate.toml, a
+lane.toml, the configuration of pytest and the baselines. For bumpgate itself only the imports count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bumpgate.core.errors import BumpgateError, one_line
 
 # Files that no test of a lane can read, unless one names them.
 PROSE = re.compile(r"(^|/)(LICENSE|\.gitignore|CITATION\.cff)$|\.(md|rst)$")
-EVERY = re.compile(r"(pyproject|bumpgate)\.toml$|baselines/[^/]+$")
+EVERY = re.compile(r"(pyproject|bumpgate)\.toml$|lanes/[^/]+/lane\.toml$|baselines/[^/]+$")
 # File names that each package has: a string with one of them does not identify a file.
 COMMON = re.compile(r"__init__\.py$|conftest\.py$|test_\*\.py$")
 # This package; strings in it name files of the user's repository, not of its own.

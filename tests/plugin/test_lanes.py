@@ -211,7 +211,7 @@ def test_runs_that_fill_caches_share_a_gpu(project: Project, untimed: bool) -> N
 
 
 MARGINS = """
-[tool.bumpgate.lanes.cpu.margins]
+[margins]
 "compile/good/*" = 0.2
 "compile/new/*" = 0.2
 "compile/absent/*" = 0.2
@@ -233,7 +233,7 @@ def test_margin_that_matches_no_row_is_noted(project: Project) -> None:
     """Of a whole run, in which a row may be reviewed, paired or not run on this machine."""
     project.tests(NEW_AND_ABSENT + GOOD)
     project.baseline(good=counted("test_good"))
-    with (project.root / "pyproject.toml").open("a") as file:
+    with (project.root / "lanes/cpu/lane.toml").open("a") as file:
         file.write(MARGINS)
     line = "margin: no row of this run or of the baseline matches 'compile/typo/*' of lanes.cpu.margins: correct it"
     done = project.pytest("-m", "cpu", "-n", "0")
