@@ -31,7 +31,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, world: int, gpus: int) -> tuple[di
     left_out: dict[str, Any] = {}
 
     class Rows:
-        def __call__(self, id: str, value: object, **_: object) -> None:
+        def cost(self, id: str, value: object, unit: str, **_: object) -> None:
             rows[id.rpartition("/")[2]] = value
 
         def not_run(self, ids: Iterable[str], reason: str, *, excused: bool) -> None:
