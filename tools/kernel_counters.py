@@ -2,7 +2,7 @@
 
     python -m tools.kernel_counters [CASE ...] [--out tools/kernel_counters.json]
 
-Runs each case of suites/kernels/workloads.py forward, and forward and backward, once in a process under `ncu`, and
+Runs each timed case of suites/ops forward, and forward and backward, once in a process under `ncu`, and
 writes the counters of each kernel as JSON, which tools.op_table shows. Without a case: those whose mark is missed. The
 file keeps its other cases, each with the build that it was measured on. The GPU's clocks stay as they are. Exit codes:
 0 written; 2 usage error, or an unusable --out; 3 no GPU, or `ncu` is missing or failed.
@@ -129,10 +129,10 @@ def section(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def unusable(cases: Iterable[str]) -> str:
     """Return why these cases cannot be measured here, in one line; "" if they can."""
-    from suites.kernels import workloads
+    from suites.ops import timed_cases
 
-    if unknown := [name for name in cases if name not in workloads.CASES]:
-        return f"unknown case {unknown[0]!r}; cases: {', '.join(workloads.CASES)}"
+    if unknown := [name for name in cases if name not in timed_cases()]:
+        return f"unknown case {unknown[0]!r}; cases: {', '.join(timed_cases())}"
     return "" if gpu_models() else NO_GPU
 
 
@@ -160,12 +160,12 @@ def profile(cases: Iterable[str]) -> None:
     """Run each case once as the profiled program, after a call that compiles it."""
     import torch
 
-    from suites.kernels import workloads
+    from suites.ops import timed_cases
     from suites.support.gpu_timing import forward_and_backward
 
     for name in cases:
         torch.manual_seed(0)
-        case = workloads.CASES[name](4)
+        case = timed_cases()[name].make(4)
         calls = dict(zip(WAYS, forward_and_backward(case.op, case.inputs)))
         for call in calls.values():
             call()
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.kernel_counters", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="a key of suites.kernels.workloads.CASES")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="a key of suites.ops.timed_cases()")
     parser.add_argument("--out", type=Path, help="writes the JSON there instead of printing it")
     parser.add_argument("--profiled", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)

@@ -2,7 +2,7 @@
 
     python -m tools.kernel_peers [--out tools/kernel_peers.json]
 
-The cases are those of suites/kernels/workloads.py, one document a row, in one process; SDPA has no softcap. Written as
+The cases are those of suites/ops/attention.py, one document a row, in one process; SDPA has no softcap. Written as
 JSON, which tools.op_table shows. Exit codes: 0 written; 2 usage error; 3 no GPU.
 """
 
@@ -37,7 +37,7 @@ def calls(softcap: float) -> dict[str, Callable[..., Any]]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     from kernels.attention.upstream import attention_sdpa
-    from suites.kernels.workloads import T
+    from suites.ops.spec import T
 
     fused = torch.compile(flex_attention, dynamic=False)
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda")
@@ -69,12 +69,12 @@ def measure(name: str) -> dict[str, list[float]]:
     import torch
 
     from bumpgate.plugin.instruments import reset_dynamo
-    from suites.kernels import workloads
+    from suites.ops import timed_cases
     from suites.support.gpu_timing import forward_and_backward, milliseconds
 
     torch.manual_seed(0)
     reset_dynamo()
-    case = workloads.CASES[name](4)
+    case = timed_cases()[name].make(4)
     expected = case.op(*case.inputs).float()
     found = {}
     for which, call in calls(case.op.keywords["softcap"]).items():

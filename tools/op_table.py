@@ -19,6 +19,7 @@ from typing import Any
 from bumpgate.core import kernel_code
 from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, load
 from bumpgate.core.rows import Record, Value, read_record
+from suites.ops import specs
 from suites.support.comparison import AT_MOST
 from suites.support.tables import line, publish
 from tools import kernel_counters, kernel_peers
@@ -55,71 +56,17 @@ NOT_COUNTED = (
 )
 
 
-# Op -> its peer in the lane.
-PEERS = {
-    "attention": "flash-attn 2",
-    "causal_conv1d": "causal-conv1d",
-    "cross_entropy": "Inductor",
-    "grouped_gemm": "F.grouped_mm",
-    "mamba3_siso": "mamba-ssm",
-    "rms_norm_gated": "mamba-ssm",
-    "ssd_chunk_scan": "mamba-ssm",
-}
-# Targets of rows: at most so many milliseconds or so much of the peer's time, or at least such a share of the roofline.
-MARKS = {
-    "causal_conv1d-D3584/forward_milliseconds": 0.080,
-    "causal_conv1d-D3584/both_milliseconds": 0.36,
-    "ssd_chunk_scan-N64-G8/forward_milliseconds": 0.83,
-    "ssd_chunk_scan-N64-G8/both_milliseconds": 4.1,
-    "mamba3_siso-N64-G8/forward_milliseconds": 1.42,
-    "mamba3_siso-N64-G8/both_milliseconds": 3.75,
-    "mamba3_siso-N128-G1/both_milliseconds": 6.0,
-    "attention-P128/forward_milliseconds": 1.10,
-    "attention-P128/both_milliseconds": 4.9,
-    "attention-P128-softcap30/forward_milliseconds": 1.35,
-    "attention-P128-softcap30/both_milliseconds": 5.9,
-    "rms_norm_gated-D7168-gate_first/forward_roofline_fraction": 0.8,
-    "rms_norm_gated-D7168-gate_first/both_roofline_fraction": 0.8,
-    "rms_norm_gated-D7168-norm_first/forward_roofline_fraction": 0.8,
-    "rms_norm_gated-D7168-norm_first/both_roofline_fraction": 0.8,
-    "moe_combine-E64-K6/forward_roofline_fraction": 0.8,
-    "moe_combine-E64-K6/both_roofline_fraction": 0.8,
-    # 631 GFLOP at 600 TFLOP/s
-    "grouped_gemm-E64-K6-3584x896/forward_milliseconds": 1.052,
-    "grouped_gemm-E64-K6-896x3584/forward_milliseconds": 1.052,
-    "grouped_gemm-E64-K6-3584x896/forward_over_peer": 1.0,
-    "grouped_gemm-E64-K6-3584x896/both_over_peer": 1.0,
-    "grouped_gemm-E64-K6-896x3584/forward_over_peer": 1.0,
-    "grouped_gemm-E64-K6-896x3584/both_over_peer": 1.0,
-    "dsa_indexer-K256-attention/forward_roofline_fraction": 0.2,
-    "dsa_indexer-K256-attention/both_roofline_fraction": 0.2,
-    "dsa_indexer-K256-loss/forward_roofline_fraction": 0.2,
-    "dsa_indexer-K256-loss/both_roofline_fraction": 0.2,
-}
-# Why a target is missed, by the counters of tools/kernel_counters.json and the times of tools/kernel_peers.json.
-BOUNDS = {
-    "attention-P128-softcap30/forward_milliseconds": "the special functions, 64 % busy: tanh and exp2 of each logit; "
-    "tensor cores 43 %, without the softcap 58 %. With every second exp2 on the FMA units it takes 1.348 ms in a form "
-    "that loses NaNs, and 1.479 ms in one that keeps them",
-    "dsa_indexer-K256-attention/forward_roofline_fraction": "L2, 83 % busy: each token gathers its own 256 keys, and "
-    "the roofline counts each key once; tensor cores 22 %",
-    "dsa_indexer-K256-attention/both_roofline_fraction": "the keys' gradients, 3.06 of 5.49 ms: 213 registers leave 8 "
-    "warps to an SM; issue slots 40 %, tensor cores 33 %, L1 51 % busy",
-    "dsa_indexer-K256-loss/forward_roofline_fraction": "instructions: the target's kernel, 1.81 of 2.00 ms, keeps 80 % "
-    "of the issue slots and 48 % of the special functions busy, tensor cores 12 %",
-    "dsa_indexer-K256-loss/both_roofline_fraction": "the target's instructions (1.81 of 4.25 ms), and loads of the "
-    "keys' gradient (1.51 ms), for which a warp waits 3.2 cycles",
-}
 MARKS_HEAD = ("row", "mark", "measured", "beyond the mark by", "what bounds it")
 
 
 def marks(rows: Mapping[str, Value], measured_on: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Return a line per target: by how much it is met, or missed and then what bounds the row.
+    """Return a line per target of the specs: by how much it is met, or missed and then what bounds the row.
 
+    A target is at most so many milliseconds or so much of the peer's time, or at least such a share of the roofline.
     measured_on: case -> the build of its counters, if it is another one than that of the rows.
     """
     found = []
-    for id, mark in MARKS.items():
+    for id, (mark, bound) in all_marks().items():
         value = rows.get(f"kernels/{id}")
         build = measured_on.get(id.partition("/")[0], "")
         of_build = f" (on {build})" if build else ""
@@ -127,13 +74,21 @@ def marks(rows: Mapping[str, Value], measured_on: Mapping[str, str]) -> list[tup
             found.append((f"`{id}`", f"{mark:g}", "-", "-", ""))
             continue
         gain = value / mark - 1 if id.endswith("_fraction") else 1 - value / mark
-        outcome = (
-            (f"{gain:.1%}", "")
-            if gain >= 0
-            else (f"missed by {-gain:.1%}", BOUNDS[id] + of_build if id in BOUNDS else "not measured")
-        )
+        why = bound + of_build if bound else "not measured"
+        outcome = (f"{gain:.1%}", "") if gain >= 0 else (f"missed by {-gain:.1%}", why)
         found.append((f"`{id}`", f"{mark:g}", f"{value:.3f}", *outcome))
     return found
+
+
+def all_marks() -> dict[str, tuple[float, str]]:
+    """Return the targets of all ops: row -> the target, and what bounds it."""
+    return {id: mark for spec in specs().values() for id, mark in spec.marks.items()}
+
+
+def peer_of(case: str) -> str:
+    """Return the name of a case's peer in the lane."""
+    spec = specs().get(case.partition("-")[0])
+    return spec.peer if spec and spec.peer else "peer"
 
 
 def number(rows: Mapping[str, Value], id: str, places: int) -> str:
@@ -152,7 +107,7 @@ def fastest_peer(
     ours, ratio = (rows.get(f"kernels/{name}/{way}_{end}") for end in ("milliseconds", "over_peer"))
     found = [(times[list(WAYS).index(way)], which) for which, times in others.get(name, {}).items()]
     if ours is not None and ratio is not None:
-        found.append((ours / ratio, PEERS.get(name.partition("-")[0], "peer")))
+        found.append((ours / ratio, peer_of(name)))
     if ours is None or not found:
         return "-", "-"
     ms, which = min(found)
@@ -169,7 +124,7 @@ def times_of_peers(record: Record) -> dict[str, dict[str, list[float]]]:
             continue
         case = f"kernels/{name}"
         times = [rows[f"{case}/{way}_milliseconds"] / rows[f"{case}/{way}_over_peer"] for way in WAYS]
-        found[name] = {PEERS.get(name.partition("-")[0], "peer"): times}
+        found[name] = {peer_of(name): times}
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from suites.kernels.peer_tuning import tuned_case
-from suites.kernels.workloads import BF16
+from suites.ops.spec import BF16
 from suites.support.comparison import doubled, error_ratio, gradients
 from suites.support.operands import OperandsIn
 

@@ -2,7 +2,7 @@
 minutes per shape. The winners belong in peer_tuning.json and a run uses only them, so that the peer is as fast as it
 can be and the lane does not wait. A kernel without a record there is tuned in full.
 
-`python -m suites.kernels.peer_tuning` tunes at the shapes of workloads.py and rewrites the file. It skips the
+`python -m suites.kernels.peer_tuning` tunes at the timed shapes and rewrites the file. It skips the
 configurations that spill most (see `promising`), and first compiles the rest in parallel processes, into Triton's
 cache.
 """
@@ -15,26 +15,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernels.mamba3_siso import upstream as mamba3_siso_upstream
-from kernels.ssd_chunk_scan import upstream as ssd_chunk_scan_upstream
+from suites.ops import specs, timed_cases
 from suites.support.absent import absent
 
 if TYPE_CHECKING:
-    from suites.kernels.workloads import Case
+    from suites.ops.spec import Workload
 
-TUNED = ("ssd_chunk_scan", "mamba3_siso")
-# Op -> the packages that its peer is imported from.
-PACKAGES = {
-    "attention": ("flash_attn",),
-    "causal_conv1d": ("causal_conv1d",),
-    "mamba3_siso": ("mamba_ssm",),
-    "rms_norm_gated": ("mamba_ssm",),
-    "ssd_chunk_scan": ("mamba_ssm",),
-}
 WINNERS = Path(__file__).with_suffix(".json")
 
 
@@ -61,8 +52,9 @@ def described(config: Any) -> dict[str, Any]:
 
 def load_peers() -> None:
     """Import the peers. Raises ImportError if mamba-ssm is absent."""
-    ssd_chunk_scan_upstream.load()
-    mamba3_siso_upstream.load()
+    for name, spec in specs().items():
+        if spec.tuned_peer:
+            import_module(f"kernels.{name}.upstream").load()
 
 
 @cache
@@ -80,37 +72,39 @@ def keep_winners() -> int:
     return pruned
 
 
-def tuned_case(name: str, B: int) -> Case:
-    """Return a case of workloads.py on random inputs with the tuned peer, or None as the peer if it is not installed.
+def tuned_case(name: str, B: int) -> Workload:
+    """Return a timed case on random inputs with the tuned peer, or None as the peer if it is not installed.
 
     Raises KeyError on another name, ImportError on a peer that is installed and does not import.
     """
     import torch
 
-    from suites.kernels.workloads import CASES
-
     torch.manual_seed(0)
-    case = CASES[name](B)
+    case = timed_cases()[name].make(B)
     if absent(peer_packages(name)):
         return case._replace(peer=None)
-    if case.peer and name.startswith(TUNED):
+    if case.peer and specs()[op_of(name)].tuned_peer:
         keep_winners()
     return case
 
 
 def peer_packages(name: str) -> tuple[str, ...]:
     """Return import names that the peer of a case needs; empty if the peer is torch itself, or there is none."""
-    return PACKAGES.get(name.partition("-")[0], ())
+    return specs()[op_of(name)].packages
+
+
+def op_of(case: str) -> str:
+    """Return the op of a timed case."""
+    return case.partition("-")[0]
 
 
 def call_peers(B: int) -> None:
     """Run forward and backward of each tuned peer at each timed shape."""
-    from suites.kernels.workloads import CASES
     from suites.support.gpu_timing import forward_and_backward
 
-    for name, make in CASES.items():
-        if name.startswith(TUNED):
-            case = make(B)
+    for name, timed in timed_cases().items():
+        if specs()[op_of(name)].tuned_peer:
+            case = timed.make(B)
             _, both = forward_and_backward(case.peer, case.inputs)
             both()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from suites.kernels.workloads import Case
+from suites.ops.spec import Workload
 from suites.support.gpu_timing import (
     CALLS,
     copy_rate,
@@ -28,7 +28,7 @@ class SpeedRows:
     def __init__(self, row: Callable[..., Any]) -> None:
         self._row = row
 
-    def __call__(self, name: str, case: Case) -> None:
+    def __call__(self, name: str, case: Workload) -> None:
         """Report rows kernels/<name>/{forward,both}_{milliseconds,roofline_fraction,over_peer}.
 
         both is forward and backward.
@@ -58,5 +58,5 @@ class SpeedRows:
                 )  # fmt: skip
 
 
-def _ways(function: Callable[..., Any], case: Case) -> dict[str, Callable[[], object]]:
+def _ways(function: Callable[..., Any], case: Workload) -> dict[str, Callable[[], object]]:
     return dict(zip(WAYS, forward_and_backward(function, case.inputs)))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.attention import attention, attention_eager, attention_mask, qk_norm, rope
 from kernels.attention.naive import attention_naive
-from suites.kernels.inputs.attention import CASES, make_inputs
+from suites.ops.attention import CASES, make_inputs
 from suites.support.comparison import DTYPES, doubled, error, error_ratios, report_cases
 from suites.support.custom_ops import check_op, refused, strided, turned
 from suites.support.lanes import Lane, lanes

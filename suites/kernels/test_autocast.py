@@ -18,56 +18,29 @@ import torch
 from torch import Tensor
 
 from kernels import op_support
-from kernels.attention import attention
-from kernels.causal_conv1d import causal_conv1d
-from kernels.cross_entropy import cross_entropy
-from kernels.grouped_gemm import grouped_gemm
-from kernels.m2rnn import m2rnn
-from kernels.mamba3_siso import Mamba3State, mamba3_siso
-from kernels.mla import mla
-from kernels.moe_combine import moe_combine
-from kernels.moe_dispatch import moe_dispatch
-from kernels.rms_norm_gated import rms_norm_gated
-from kernels.ssd_chunk_scan import ssd_chunk_scan
-from suites.kernels.scan_op import flat
+from suites.ops import specs
+from suites.ops.spec import Named, ScanSpec
 from suites.support.comparison import error, gradients
 from suites.support.lanes import Lane, lanes
 from suites.support.reduce import largest
 
-OPS: dict[str, Callable[..., Any]] = {
-    "attention": attention,
-    "causal_conv1d": causal_conv1d,
-    "cross_entropy": cross_entropy,
-    "grouped_gemm": grouped_gemm,
-    "m2rnn": m2rnn,
-    "mamba3_siso": flat(mamba3_siso, Mamba3State),
-    "mla": mla,
-    "moe_combine": moe_combine,
-    "moe_dispatch": partial(moe_dispatch, num_experts=5, bucket=4),
-    "rms_norm_gated": rms_norm_gated,
-    "ssd_chunk_scan": ssd_chunk_scan,
-}
-INLINED = {
-    "m2rnn": partial(m2rnn, impl="eager"),
-    "mamba3_siso": flat(mamba3_siso, Mamba3State, impl="eager"),
-    "ssd_chunk_scan": partial(ssd_chunk_scan, impl="eager"),
-}
+UNDER_AUTOCAST = {name: spec for name, spec in specs().items() if spec.under_autocast}
+OPS = [*UNDER_AUTOCAST]
+INLINED = [name for name, spec in UNDER_AUTOCAST.items() if isinstance(spec, ScanSpec)]
 # The ops with matrix products that would run; m2rnn's lerp rejects a bf16 product with fp32. The other ops have nothing
 # that autocast on the CPU would cast.
-WOULD_LOSE_DIGITS = ("attention", "grouped_gemm", "mamba3_siso", "mla", "ssd_chunk_scan")
+WOULD_LOSE_DIGITS = [name for name, spec in UNDER_AUTOCAST.items() if spec.loses_digits]
 
 
-def make_inputs(op: str, device: str) -> Any:
-    """Return the fp32 inputs of the op's suite: its tensors in order, or by name."""
-    return import_module(f"suites.kernels.inputs.{op}").make_inputs(dtype=torch.float32, device=device)
+def make_inputs(op: str, device: str) -> Named:
+    """Return fp32 inputs of the op, by name."""
+    return specs()[op].named(dtype=torch.float32, device=device)
 
 
 def step(op: str, device: str) -> list[Tensor]:
     """Run the op forward and backward under the caller's autocast state; return outputs and gradients."""
     inputs = make_inputs(op, device)
-    if isinstance(inputs, dict):
-        return gradients(lambda *t: OPS[op](**dict(zip(inputs, t))), *inputs.values())
-    return gradients(OPS[op], *inputs)
+    return gradients(lambda *t: specs()[op].run(**dict(zip(inputs, t))), *inputs.values())
 
 
 @lanes("cpu", "h200")
@@ -85,9 +58,10 @@ def test_autocast_changes_no_bit(lane: Lane, op: str):
 @pytest.mark.parametrize("op", INLINED)
 def test_autocast_does_not_reach_an_inlined_scan(lane: Lane, op: str):
     inputs = make_inputs(op, lane.device)
-    plain = INLINED[op](**inputs)
+    inlined = partial(specs()[op].run, impl="eager")
+    plain = inlined(**inputs)
     with torch.autocast(lane.device, torch.bfloat16):
-        cast = INLINED[op](**inputs)
+        cast = inlined(**inputs)
     assert all(map(torch.equal, cast, plain))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.causal_conv1d import causal_conv1d, causal_conv1d_eager, causal_conv1d_step
 from kernels.causal_conv1d.naive import causal_conv1d_naive
-from suites.kernels.inputs.causal_conv1d import make_inputs
+from suites.ops.causal_conv1d import make_inputs
 from suites.support.comparison import DTYPES, doubled, error_ratios, gradients, report_cases
 from suites.support.custom_ops import check_op, strided, turned
 from suites.support.lanes import Lane, lanes

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.cross_entropy import cross_entropy, cross_entropy_eager
 from kernels.cross_entropy.naive import cross_entropy_naive
-from suites.kernels.inputs.cross_entropy import make_inputs
+from suites.ops.cross_entropy import make_inputs
 from suites.support.comparison import DTYPES, doubled, error, gradients, pooled, report_pooled
 from suites.support.custom_ops import check_op, strided, turned
 from suites.support.lanes import Lane, lanes

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,14 +20,15 @@ from torch import Tensor
 from bumpgate.plugin.instruments import DynamoWatch
 from kernels import op_support
 from kernels.rms_norm_gated import op as norm
-from suites.kernels.mutants import SUBJECTS
+from suites.kernels.mutants import subjects
+from suites.ops import op_names
 from suites.support.comparison import gradients
 from suites.support.custom_ops import check_op, turned
 from suites.support.instruments import EveryOperator, OpCheckError, OpDefinition, op_definitions
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
-OPS = sorted(path.parent.name for path in (Path(__file__).parents[2] / "kernels").glob("*/op.py"))
+OPS, SUBJECTS = op_names(), subjects()
 NUMBER = count()
 
 
@@ -207,7 +207,7 @@ def test_fake_matches_the_real_result(lane: Lane, name: str, dtype: torch.dtype,
         t = t.to(dtype) if t.is_floating_point() and (name, n) not in STAYS_FP32 else t
         return turned(t, -1, -2) if layout == "turned" and t.dim() > 1 else t
 
-    inputs = {n: cast(n, t) for n, t in subject.make_inputs(0).items()}
+    inputs = {n: cast(n, t) for n, t in subject.inputs(0).items()}
     with FakeAgrees() as agrees:
         gradients(lambda *values: subject.op(**dict(zip(inputs, values))), *inputs.values())
     assert agrees.calls >= 2
@@ -217,7 +217,7 @@ def test_fake_matches_the_real_result(lane: Lane, name: str, dtype: torch.dtype,
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_reference_runs_none_of_our_ops(lane: Lane, name: str) -> None:
     subject = SUBJECTS[name]
-    inputs = subject.make_inputs(0)
+    inputs = subject.inputs(0)
     calls = {}
     for impl in ("op", "eager"):
         with FakeAgrees() as counted:

@@ -22,7 +22,8 @@ from kernels.dsa_indexer import (
     dsa_scores,
 )
 from kernels.dsa_indexer.naive import dsa_attention_naive
-from suites.kernels.inputs.dsa_indexer import CASES, documents, make_index_inputs, make_inputs
+from suites.ops.dsa_indexer import CASES, make_index_inputs, make_inputs
+from suites.ops.spec import packed_documents
 from suites.support.comparison import (
     AT_MOST,
     DTYPES,
@@ -205,7 +206,7 @@ def test_selection_and_attention_compile_together(lane: Lane):
 @given(seed=st.integers(0, 99), T=st.integers(1, 20), extra=st.integers(0, 3))
 def test_selecting_all_keys_equals_dense_attention(lane: Lane, seed: int, T: int, extra: int):
     q, k, v, _ = make_inputs(T=T, seed=seed, device=lane.device)
-    doc_ids = documents(2, T, lane.device)
+    doc_ids = packed_documents(2, T).to(lane.device)
     indices = dsa_indexer(*make_index_inputs(T=T, seed=seed, device=lane.device), top_k=T + extra)
     seen = (doc_ids.unsqueeze(2) == doc_ids.unsqueeze(1)).tril().unsqueeze(1)
     q_, k_, v_ = (t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)))

@@ -21,8 +21,7 @@ from kernels.dsa_indexer import (
     dsa_scores,
 )
 from kernels.dsa_indexer.naive import dsa_chosen_scores_naive, dsa_distribution_naive
-from suites.kernels.inputs.dsa_indexer import make_index_inputs, make_inputs
-from suites.kernels.inputs.dsa_loss import make_score_inputs
+from suites.ops.dsa_indexer import make_index_inputs, make_inputs, make_score_inputs
 from suites.support.comparison import (
     AT_MOST,
     DTYPES,

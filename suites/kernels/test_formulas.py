@@ -1,4 +1,4 @@
-"""Laws of the ops with a plain formula: value, gradient, compilation and errors, written once over the table OPS."""
+"""Laws of every op: value, gradient, compilation and errors. test_scans.py has the laws of the scans."""
 
 from __future__ import annotations
 
@@ -9,39 +9,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from suites.kernels import inputs as op_inputs
-from suites.kernels.formula_op import Case, FormulaOp
+from suites.ops import specs
+from suites.ops.spec import Case, OpSpec
 from suites.support.comparison import gradients
 from suites.support.custom_ops import check_one_graph, refused
 from suites.support.lanes import Lane, lanes
 
-MODULES = [getattr(op_inputs, name) for name in op_inputs.__all__]
-OPS = [module.OP for module in MODULES if hasattr(module, "OP")]
-each = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+OPS = [*specs().values()]
 
 
 def each_case(table: str) -> Any:
     """Parametrize a test by op and case of this table of the op."""
     found = [
-        pytest.param(op, case, id=f"{op.name}-{name}")
+        pytest.param(op, case, id=f"{op.registered}-{name}")
         for op in OPS
         for name, case in getattr(op, table).items()
     ]
     return pytest.mark.parametrize(("op", "case"), found)
 
 
-@lanes("cpu")
-def test_every_op_is_in_one_of_the_two_tables(lane: Lane) -> None:
-    """Those of two inputs modules have results of several kinds, and laws in files of their own."""
-    absent = {m.__name__.rpartition(".")[2] for m in MODULES if not (hasattr(m, "OP") or hasattr(m, "SCAN"))}
-    assert absent == {"dsa_loss", "moe_dispatch"}
-
-
 @lanes("cpu", "h200")
 @each_case("cases")
-def test_fp64_equals_the_plain_formula(lane: Lane, op: FormulaOp, case: Case) -> None:
-    inputs = op.make_inputs(**case.inputs, device=lane.device)
-    plain = gradients(op.formula, *inputs, **case.options)
+def test_fp64_equals_the_plain_formula(lane: Lane, op: OpSpec, case: Case) -> None:
+    inputs = op.inputs(**case.inputs, device=lane.device)
+    plain = gradients(op.naive, *inputs, **case.options)
     for impl in op.forms:
         found = gradients(partial(op.run, impl=impl), *inputs, **case.options)
         for ours, theirs in zip(found, plain, strict=True):
@@ -50,11 +41,11 @@ def test_fp64_equals_the_plain_formula(lane: Lane, op: FormulaOp, case: Case) ->
 
 @lanes("cpu")
 @each_case("gradcheck")
-def test_gradcheck(lane: Lane, op: FormulaOp, case: Case) -> None:
-    inputs = op.make_inputs(**case.inputs)
+def test_gradcheck(lane: Lane, op: OpSpec, case: Case) -> None:
+    inputs = op.inputs(**case.inputs)
     floats = [i for i, t in enumerate(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
 
-    def run(*leaves: Tensor) -> Tensor:
+    def run(*leaves: Tensor) -> Any:
         given = {**dict(enumerate(inputs)), **dict(zip(floats, leaves))}
         return op.run(*given.values(), **case.options)
 
@@ -62,21 +53,19 @@ def test_gradcheck(lane: Lane, op: FormulaOp, case: Case) -> None:
 
 
 @lanes("cpu", "h200")
-@pytest.mark.parametrize("op", [op for op in OPS if op.batches], ids=lambda op: op.name)
-def test_compiles_to_one_graph_for_every_batch_size(lane: Lane, op: FormulaOp) -> None:
+@pytest.mark.parametrize("op", [op for op in OPS if op.batches], ids=lambda op: op.registered)
+def test_compiles_to_one_graph_for_every_batch_size(lane: Lane, op: OpSpec) -> None:
     def train(function: Any, inputs: Any) -> list[Tensor]:
         return gradients(function, *inputs, **op.compiled)
 
-    batches = [op.make_inputs(**sizes, dtype=torch.float32, device=lane.device) for sizes in op.batches]
-    check_one_graph(op.run, train, batches, op=op.name, dynamic=op.dynamic)
+    batches = [op.inputs(**sizes, dtype=torch.float32, device=lane.device) for sizes in op.batches]
+    check_one_graph(op.run, train, batches, op=op.registered, dynamic=op.dynamic)
 
 
 @lanes("cpu")
-@each
-def test_bad_input_raises_one_line_error(lane: Lane, op: FormulaOp) -> None:
-    inputs = op.make_inputs(**op.bad)
-    for arguments, options, words in op.refusals(*inputs):
-        with refused(op.name, words):
-            op.run(*arguments, **options)
-    with refused(op.name, "choices are"):
-        op.run(*inputs, impl="fast")
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.registered)
+def test_bad_input_raises_one_line_error(lane: Lane, op: OpSpec) -> None:
+    inputs = op.named(**op.bad)
+    for changes, words in [*op.refusals(**inputs), ({"impl": "fast"}, "choices are")]:
+        with refused(op.registered, words):
+            op.run(**inputs | changes)

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.grouped_gemm import grouped_gemm
 from kernels.grouped_gemm.naive import grouped_gemm_naive
 from kernels.grouped_gemm.padded import power_of_two_bucket
-from suites.kernels.inputs.grouped_gemm import DIMS, make_inputs
+from suites.ops.grouped_gemm import DIMS, make_inputs
 from suites.support.comparison import DTYPES, doubled, error, error_ratios, gradients, report_cases
 from suites.support.custom_ops import check_compiled, check_op, strided, turned
 from suites.support.instruments import host_syncs

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.profiler import profile
 
 from kernels.m2rnn import m2rnn, m2rnn_recurrent
-from suites.kernels.inputs.m2rnn import FLOATS, SCAN, make_inputs
+from suites.ops.m2rnn import SPEC, make_inputs
 from suites.support.comparison import DTYPES, Named, doubled, pooled, report_pooled, worst
 from suites.support.instruments import present_activities
 from suites.support.lanes import Lane, lanes
 from suites.support.reduce import largest
 
 quick = settings(derandomize=True, max_examples=15, deadline=None)
-results = SCAN.trained
+results = SPEC.trained
 
 
 def rounding_bound(inputs: Named) -> Tensor:
@@ -51,7 +51,7 @@ def test_is_as_close_to_the_oracle_as_the_plain_recurrence(lane: Lane, dtype: st
     for name in oracle:
         expected = seeds[0][{"y": "v", "final h0": "h0"}.get(name, name)].dtype
         assert found[name].dtype == plain[name].dtype == expected
-    report_pooled(row, f"kernels/m2rnn-{lane.name}-{dtype}", found, plain, oracle, inputs=FLOATS)
+    report_pooled(row, f"kernels/m2rnn-{lane.name}-{dtype}", found, plain, oracle, inputs=SPEC.floats)
 
 
 @lanes("cpu", "h200")
@@ -80,7 +80,7 @@ def test_values_and_gradients_equal_autograd_of_both_forms(lane: Lane, T: int, V
 @lanes("cpu")
 def test_backward_computes_all_candidates_at_once(lane: Lane):
     inputs = make_inputs(T=20, dtype=torch.float32, device=lane.device)
-    leaves = {n: t.requires_grad_(n in FLOATS) for n, t in inputs.items()}
+    leaves = {n: t.requires_grad_(n in SPEC.floats) for n, t in inputs.items()}
     counts = []
     with profile(activities=present_activities()) as trace:
         y, _ = m2rnn(**leaves)

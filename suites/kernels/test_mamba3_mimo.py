@@ -16,20 +16,20 @@ from torch import Tensor
 from kernels.mamba3_mimo import Mamba3MimoState, mamba3_mimo, upstream
 from kernels.mamba3_mimo.upstream import halves_from_pairs
 from kernels.mamba3_siso import Mamba3State, mamba3_siso
-from suites.kernels.inputs.mamba3_mimo import (
+from suites.ops.mamba3_mimo import (
     FIXED,
-    SCAN,
+    SPEC,
     STATE,
     make_inputs,
     one_rank_each,
-    op,
     recurrence,
+    run,
 )
-from suites.kernels.scan_op import flat, on_circle
+from suites.ops.spec import flat, on_circle
 from suites.support.comparison import DTYPES, Named, doubled, pooled, report_pooled, worst
 from suites.support.lanes import Lane, lanes
 
-results = SCAN.trained
+results = SPEC.trained
 
 
 def as_siso(inputs: Named) -> tuple[Tensor, ...]:
@@ -52,24 +52,24 @@ def test_rank_one_with_unit_projections_equals_siso(lane: Lane):
         y, *state = as_siso(i)
         return y + 0 * sum(i[n].sum() for n in projections), *state
 
-    ours, theirs = results(op, inputs), results(siso, inputs)
+    ours, theirs = results(run, inputs), results(siso, inputs)
     for name in projections:
         del ours[name], theirs[name]
     assert worst(ours, theirs) < 1e-12
     doubled_up = inputs | {"mimo_v": 2 * inputs["mimo_v"]}
-    assert worst({"y": op(**doubled_up)[0]}, {"y": theirs["y"]}) > 0.1
+    assert worst({"y": run(**doubled_up)[0]}, {"y": theirs["y"]}) > 0.1
 
 
 @lanes("cpu", "h200")
 def test_ranks_share_one_state(lane: Lane):
     """The state sums over ranks before any of them reads it; the order of the ranks does not matter."""
     inputs = make_inputs(device=lane.device)
-    right = op(**inputs)[0]
+    right = run(**inputs)[0]
     assert worst({"y": one_rank_each(**inputs)[0]}, {"y": right}) > 0.1
     backward = {n: inputs[n].flip(2) for n in ("q", "k", "k_prev")} | {
         n: inputs[n].flip(1) for n in FIXED if n != "D"
     }
-    assert worst({"y": op(**inputs | backward)[0]}, {"y": right}) < 1e-13
+    assert worst({"y": run(**inputs | backward)[0]}, {"y": right}) < 1e-13
 
 
 @lanes("cpu", "h200")
@@ -80,13 +80,13 @@ def test_is_as_close_to_the_oracle_as_the_plain_form(lane: Lane, dtype: str, row
     """
     seeds = [make_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
     oracle = pooled(results(recurrence, doubled(inputs)) for inputs in seeds)
-    whole = SCAN.of(30, impl="eager")
+    whole = SPEC.of(30, impl="eager")
     plain = pooled(results(whole, inputs) for inputs in seeds)
-    found = pooled(results(SCAN.of(8), inputs) for inputs in seeds)
+    found = pooled(results(SPEC.of(8), inputs) for inputs in seeds)
     last_v = torch.cat([inputs["v"][:, -1].float().flatten() for inputs in seeds])
     assert torch.equal(found["final v_prev"], last_v)
     del oracle["final v_prev"]  # exact in all of them: there is no ratio
-    report_pooled(row, f"kernels/mamba3_mimo-{lane.name}-{dtype}", found, plain, oracle, inputs=SCAN.floats)
+    report_pooled(row, f"kernels/mamba3_mimo-{lane.name}-{dtype}", found, plain, oracle, inputs=SPEC.floats)
 
 
 @lanes("cpu", "h200")
@@ -96,7 +96,7 @@ def test_small_lambda_keeps_its_precision(lane: Lane):
     inputs |= {n: torch.zeros_like(inputs[n]) for n in (*STATE, "D")}
     inputs["trap"] = inputs["trap"] - 12
     oracle = recurrence(**doubled(inputs))[0][:, 0]
-    assert ((op(**inputs)[0][:, 0] - oracle) / oracle).abs().median() < 1e-6
+    assert ((run(**inputs)[0][:, 0] - oracle) / oracle).abs().median() < 1e-6
 
 
 @lanes("cpu")

@@ -14,23 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from suites.kernels.inputs.mamba3_siso import (
-    SCAN,
+from suites.ops.mamba3_siso import (
+    SPEC,
     STATE,
     biased,
     make_inputs,
-    op,
     recurrence,
     rounding_bound,
+    run,
     scaled_k_in_mamba2,
     trapezoid,
 )
-from suites.kernels.scan_op import on_circle
+from suites.ops.spec import on_circle
 from suites.support.comparison import DTYPES, Named, doubled, pooled, report_pooled
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
 
-results = SCAN.trained
+results = SPEC.trained
 
 
 def published_form(inputs: Named, diagonal: bool = True) -> Tensor:
@@ -58,12 +58,12 @@ def published_form(inputs: Named, diagonal: bool = True) -> Tensor:
 def test_published_form_and_two_incorrect_readings(lane: Lane):
     inputs = make_inputs(starts=(), device=lane.device)
     inputs |= {n: torch.zeros_like(inputs[n]) for n in STATE}
-    y, *_ = op(**inputs)
+    y, *_ = run(**inputs)
     assert (y - published_form(inputs)).abs().max() < 1e-11
     assert (y - published_form(inputs, diagonal=False)).abs().max() > 1
     still = inputs | {"angles": torch.zeros_like(inputs["angles"])}
-    assert (op(**still)[0] - published_form(still)).abs().max() < 1e-11
-    assert (op(**still)[0] - scaled_k_in_mamba2(still)).abs().max() > 1
+    assert (run(**still)[0] - published_form(still)).abs().max() < 1e-11
+    assert (run(**still)[0] - scaled_k_in_mamba2(still)).abs().max() > 1
 
 
 @lanes("cpu", "h200")
@@ -73,15 +73,15 @@ def test_is_as_close_to_the_oracle_as_the_plain_recurrence(lane: Lane, dtype: st
     oracle = pooled(results(recurrence, doubled(inputs)) for inputs in seeds)
     if lane.device == "cuda" and dtype != "fp32":  # a kernel there multiplies 16-bit operands
         with OperandsIn(DTYPES[dtype]):
-            chunked = SCAN.of(16, impl="eager")
+            chunked = SPEC.of(16, impl="eager")
             plain = pooled(results(chunked, inputs) for inputs in seeds)
     else:
         plain = pooled(results(recurrence, inputs) for inputs in seeds)
-    found = pooled(results(SCAN.of(16), inputs) for inputs in seeds)
+    found = pooled(results(SPEC.of(16), inputs) for inputs in seeds)
     last_v = torch.cat([inputs["v"][:, -1].float().flatten() for inputs in seeds])
     assert torch.equal(found["final v_prev"], last_v)
     del oracle["final v_prev"]  # exact in all of them: there is no ratio
-    report_pooled(row, f"kernels/mamba3_siso-{lane.name}-{dtype}", found, plain, oracle, inputs=SCAN.floats)
+    report_pooled(row, f"kernels/mamba3_siso-{lane.name}-{dtype}", found, plain, oracle, inputs=SPEC.floats)
 
 
 @lanes("cpu", "h200")
@@ -90,12 +90,12 @@ def test_fp32_error_is_within_rounding(lane: Lane):
     oracle, *_ = recurrence(**doubled(inputs))
     bound = rounding_bound(inputs)
     for chunk_size in (1, 16, 64):
-        y, *_ = SCAN.of(chunk_size)(**inputs)
+        y, *_ = SPEC.of(chunk_size)(**inputs)
         assert ((y - oracle).abs() <= bound).all()
     # The bound must separate a wrong scan from a correct one: no reset, and the angle not carried.
-    unreset, *_ = op(**inputs | {"doc_ids": torch.zeros_like(inputs["doc_ids"])})
+    unreset, *_ = run(**inputs | {"doc_ids": torch.zeros_like(inputs["doc_ids"])})
     assert ((unreset - oracle).abs() > bound).double().mean() > 0.1
-    unturned, *_ = op(**inputs | {"theta": torch.zeros_like(inputs["theta"])})
+    unturned, *_ = run(**inputs | {"theta": torch.zeros_like(inputs["theta"])})
     assert ((unturned - oracle).abs() > bound)[:, :10].double().mean() > 0.5
 
 
@@ -106,5 +106,5 @@ def test_small_lambda_keeps_its_precision(lane: Lane):
     inputs |= {n: torch.zeros_like(inputs[n]) for n in (*STATE, "D")}
     inputs["trap"] = inputs["trap"] - 12
     oracle = recurrence(**doubled(inputs))[0][:, 0]
-    assert ((op(**inputs)[0][:, 0] - oracle) / oracle).abs().median() < 1e-6
+    assert ((run(**inputs)[0][:, 0] - oracle) / oracle).abs().median() < 1e-6
     assert ((published_form(inputs)[:, 0] - oracle) / oracle).abs().median() > 1e-4

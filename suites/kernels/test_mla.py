@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.mla import mla, mla_absorbed, mla_eager
 from kernels.mla.naive import mla_naive, seen_by
-from suites.kernels.inputs.mla import CASES, NAMES, OP, make_inputs, refusals
+from suites.ops.mla import CASES, NAMES, SPEC, make_inputs, refusals
 from suites.support.comparison import (
     AT_MOST,
     DTYPES,
@@ -57,7 +57,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
 
     def run(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Named:
         return pooled(
-            dict(zip(("out", *NAMES), gradients(function, *inputs, **CASES[case]))) for case in CASES
+            dict(zip(("out", *NAMES.split()), gradients(function, *inputs, **CASES[case]))) for case in CASES
         )
 
     problems = [make_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
@@ -65,7 +65,7 @@ def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row)
     plain = pooled(run(mla_naive, inputs) for inputs in problems)
     found = pooled(run(mla, inputs) for inputs in problems)
     assert all(t.dtype == DTYPES[dtype] for t in found.values())
-    report_pooled(row, f"kernels/mla-{lane.name}-{dtype}", found, plain, oracle, inputs=NAMES)
+    report_pooled(row, f"kernels/mla-{lane.name}-{dtype}", found, plain, oracle, inputs=NAMES.split())
 
 
 @lanes("cpu", "h200")
@@ -218,15 +218,15 @@ def test_absorbed_form_in_fp64_equals_the_plain_formula(lane: Lane, case: str):
 
 @lanes("cpu")
 def test_absorbed_form_refuses_what_the_op_refuses(lane: Lane):
-    inputs = make_inputs(**OP.bad)
-    for arguments, options, words in refusals(*inputs):
+    inputs = SPEC.named(**SPEC.bad)
+    for changes, words in refusals(**inputs):
         with refused("mla_absorbed", words):
-            mla_absorbed(*arguments, **options)
+            mla_absorbed(**inputs | changes)
 
 
 @lanes("cpu")
 def test_number_of_queries_selects_the_form(lane: Lane):
-    inputs = dict(zip(NAMES, make_inputs(**OP.bad)))
+    inputs = SPEC.named(**SPEC.bad)
     fewer = inputs | {name: inputs[name][:, 1:] for name in ("q_nope", "q_rope")}
     with refused("mla", "mla_absorbed takes fewer"):
         mla(**fewer)

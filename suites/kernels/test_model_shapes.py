@@ -15,7 +15,7 @@ from suites.kernels.first_call import keep
 from suites.kernels.model_shapes import compared
 from suites.kernels.peer_tuning import peer_packages, tuned_case
 from suites.kernels.speed import WAYS
-from suites.kernels.workloads import CASES, oracle_gib
+from suites.ops import timed_cases
 from suites.support.absent import not_run
 from suites.support.child import run_json
 from suites.support.comparison import AT_MOST, ratio_row
@@ -31,10 +31,10 @@ OTHERS_COMPILE = 240
 
 
 @lanes("h200")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", timed_cases())
 @pytest.mark.long(35)
 def test_error(lane: Lane, name: str, row) -> None:
-    with claimed(oracle_gib(name)):
+    with claimed(timed_cases()[name].oracle_gib):
         ours, peer, numbers = compared(name)
     for way in AT_MOST:
         found = {f"{way} {i}": ratio for i, ratio in enumerate(ours[way])}
@@ -45,7 +45,7 @@ def test_error(lane: Lane, name: str, row) -> None:
 @lanes("h200")
 @pytest.mark.long(100)
 @pytest.mark.cold
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", timed_cases())
 def test_first_call(lane: Lane, name: str, row, tmp_path: Path) -> None:
     """A user waits for it once; measured in a new process, on an empty Triton cache.
 
@@ -76,7 +76,7 @@ def first_call(name: str, cache: Path) -> dict[str, float]:
 
 
 @lanes("h200")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", timed_cases())
 def test_speed(lane: Lane, name: str, speed, row) -> None:
     """Without the peer's package, only the rows of the ratio to it are not run."""
     not_run(row, lane, [f"kernels/{name}/{way}_over_peer" for way in WAYS], peer_packages(name))

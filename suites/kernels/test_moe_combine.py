@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from kernels.moe_combine import moe_combine, moe_combine_eager
 from kernels.moe_combine.naive import moe_combine_naive
 from kernels.moe_dispatch import moe_dispatch
-from suites.kernels.inputs.moe_combine import Inputs, make_inputs
+from suites.ops.moe_combine import Inputs, make_inputs
 from suites.support.comparison import (
     DTYPES,
     doubled,

@@ -16,80 +16,28 @@ from torch import Tensor
 
 from bumpgate.plugin.instruments import reset_dynamo
 from kernels.attention import attention, upstream
-from kernels.causal_conv1d import causal_conv1d
-from kernels.mamba3_siso import mamba3_siso
-from kernels.rms_norm_gated import rms_norm_gated
-from kernels.ssd_chunk_scan import ssd_chunk_scan
-from suites.kernels import inputs as op_inputs
-from suites.kernels.peer_tuning import TUNED, keep_winners
+from suites.kernels.peer_tuning import keep_winners
+from suites.ops import specs
+from suites.ops.attention import make_inputs, peer_inputs
+from suites.ops.spec import BF16
 from suites.support.absent import not_run
 from suites.support.comparison import doubled, error_ratio, gradients
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
 from suites.support.reduce import largest
 
-BF16 = torch.bfloat16
-
-
-def attention_inputs(**options: Any) -> tuple[Tensor, ...]:
-    """Return the attention suite's inputs, with a head dim that every peer supports and without padding."""
-    q, k, v, doc_ids = op_inputs.attention.make_inputs(T=96, P=64, dtype=BF16, **options)
-    return q, k, v, doc_ids.where(doc_ids >= 0, 9)
-
-
-def norm_inputs(device: str) -> tuple[Tensor, ...]:
-    g = torch.Generator().manual_seed(0)
-    x, gate, weight = (
-        torch.randn(*shape, generator=g).to(device, BF16) for shape in ((6, 256), (6, 256), (256,))
-    )
-    return x, gate, weight
-
-
-def scan_inputs(device: str) -> tuple[Tensor, ...]:
-    return tuple(op_inputs.ssd_chunk_scan.make_inputs(T=130, P=64, N=64, dtype=BF16, device=device).values())
-
-
-def mamba3_inputs(device: str) -> tuple[Tensor, ...]:
-    """Return inputs without an initial state: the peer does not support one before packed documents."""
-    inputs = op_inputs.mamba3_siso.make_inputs(T=130, P=64, N=64, R=16, dtype=BF16, device=device)
-    return tuple(inputs[n] for n in op_inputs.mamba3_siso.NAMES[:12])
-
-
-def mamba3_output(*inputs: Tensor, impl: str) -> Tensor:
-    return mamba3_siso(*inputs, impl=impl)[0]
-
-
-def scan_output(*inputs: Tensor, impl: str) -> Tensor:
-    return ssd_chunk_scan(*inputs, impl=impl)[0]
-
-
-PEERS: dict[str, tuple[Callable[..., Tensor], Callable[[str], tuple[Tensor, ...]], str]] = {
-    "attention": (attention, lambda device: attention_inputs(device=device), "flash_attn"),
-    "attention-softcap": (
-        partial(attention, softcap=2.0),
-        lambda device: attention_inputs(device=device),
-        "flash_attn",
-    ),
-    "attention-window": (
-        partial(attention, window=9),
-        lambda device: attention_inputs(device=device),
-        "flash_attn",
-    ),
-    "causal_conv1d": (
-        causal_conv1d,
-        lambda device: op_inputs.causal_conv1d.make_inputs(D=64, W=4, dtype=BF16, device=device),
-        "causal_conv1d",
-    ),
-    "mamba3_siso": (mamba3_output, mamba3_inputs, "mamba_ssm"),
-    "rms_norm_gated": (partial(rms_norm_gated, group_size=64), norm_inputs, "mamba_ssm"),
-    "ssd_chunk_scan": (scan_output, scan_inputs, "mamba_ssm"),
+# Comparison -> function, inputs, package, and whether the peer is tuned.
+PEERS: dict[str, tuple[Callable[..., Tensor], Callable[[str], tuple[Tensor, ...]], str, bool]] = {
+    name: (*peer, spec.packages[0], spec.tuned_peer)
+    for spec in specs().values()
+    for name, peer in spec.peers.items()
 }
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("name", PEERS)
 def test_absent_peer_names_its_install_command(lane: Lane, name: str, monkeypatch: pytest.MonkeyPatch):
-    function, inputs, package = PEERS[name]
+    function, inputs, package, _ = PEERS[name]
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
         ImportError, match=f"^{name.split('-')[0]}: impl 'upstream' needs .*: pip install "
@@ -106,10 +54,10 @@ def test_peer_computes_the_same_function(lane: Lane, name: str, request, row):
     A peer's bound is loose, because it rounds more between its kernels than the formula does (mamba-ssm's own test
     allows 20 % for the gradient of its angles): it only detects a different function.
     """
-    function, inputs, package = PEERS[name]
+    function, inputs, package, tuned = PEERS[name]
     if reason := not_run(row, lane, [request.node.nodeid], [package]):
         pytest.skip(f"not run: {reason}")
-    if name in TUNED:
+    if tuned:
         keep_winners()
     given = inputs(lane.device)
     exact = gradients(partial(function, impl="eager"), *doubled(given))
@@ -124,7 +72,7 @@ def test_peer_computes_the_same_function(lane: Lane, name: str, request, row):
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 9}, {"scale": 0.3}])
 def test_sdpa_computes_the_same_function(lane: Lane, options: dict[str, Any]):
-    inputs = op_inputs.attention.make_inputs(device=lane.device)
+    inputs = make_inputs(device=lane.device)
     expected = gradients(partial(attention, impl="eager"), *inputs, **options)
     for found, exact in zip(gradients(partial(attention, impl="sdpa"), *inputs, **options), expected):
         torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
@@ -149,7 +97,7 @@ def test_flex_with_score_mod_computes_the_same_function(lane: Lane, options: dic
     One softcap a process, as in the model: torch 2.15 does not compile a second one (suites/features).
     """
     reset_dynamo()
-    inputs = op_inputs.attention.make_inputs(device=lane.device)
+    inputs = make_inputs(device=lane.device)
     with torch.no_grad():
         expected, found = (attention(*inputs, **options, impl=impl) for impl in ("eager", "flex"))
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
@@ -246,7 +194,7 @@ def fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeFA4]:
 
 @lanes("cpu")
 def test_fa4_tuple_is_unwrapped_before_the_cast(lane: Lane, fa4: FakeFA4):
-    q, k, v, doc_ids = attention_inputs()
+    q, k, v, doc_ids = peer_inputs()
     out = attention(q, k, v, torch.zeros_like(doc_ids), window=5, impl="fa4")
     assert out.dtype == BF16
     assert fa4.calls == [{"softmax_scale": 0.125, "window_size": (4, 0), "softcap": 0.0}]
@@ -255,7 +203,7 @@ def test_fa4_tuple_is_unwrapped_before_the_cast(lane: Lane, fa4: FakeFA4):
 @lanes("cpu")
 @pytest.mark.parametrize("softcap", [0.0, 0.5, 2.0])
 def test_fa4_takes_the_softcap_as_a_score_mod(lane: Lane, fa4: FakeFA4, softcap: float):
-    q, k, v, doc_ids = op_inputs.attention.make_inputs(T=32, P=16, dtype=torch.float64)
+    q, k, v, doc_ids = make_inputs(T=32, P=16, dtype=torch.float64)
     inputs = q, k, v, torch.zeros_like(doc_ids)
     expected = gradients(partial(attention, impl="eager"), *inputs, softcap=softcap)
     found = gradients(partial(attention, impl="fa4"), *inputs, softcap=softcap)
@@ -301,7 +249,7 @@ MISFITS: dict[str, tuple[Callable[[FakeFA4], None], str]] = {
 def test_incompatible_fa4_is_refused_before_a_kernel_runs(lane: Lane, fa4: FakeFA4, misfit: str):
     plant, reason = MISFITS[misfit]
     plant(fa4)
-    q, k, v, doc_ids = attention_inputs()
+    q, k, v, doc_ids = peer_inputs()
     with pytest.raises(
         ImportError, match=f"^attention: impl 'fa4' does not fit: .*{re.escape(reason)}"
     ) as caught:
@@ -314,7 +262,7 @@ def test_incompatible_fa4_is_refused_before_a_kernel_runs(lane: Lane, fa4: FakeF
 @lanes("cpu")
 @pytest.mark.parametrize("impl", ["upstream", "fa4"])
 def test_document_in_two_pieces_is_refused(lane: Lane, fa4: FakeFA4, impl: str):
-    q, k, v, doc_ids = attention_inputs()
+    q, k, v, doc_ids = peer_inputs()
     doc_ids[0, 50:] = doc_ids[0, 0]
     doc_ids[0, 20:50] = 9
     with pytest.raises(ValueError, match="documents of adjacent tokens only"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kernels.rms_norm_gated import rms_norm_gated, rms_norm_gated_eager
 from kernels.rms_norm_gated.naive import rms_norm_gated_naive
-from suites.kernels.inputs.rms_norm_gated import CASES, make_inputs
+from suites.ops.rms_norm_gated import CASES, make_inputs
 from suites.support.comparison import DTYPES, doubled, error, error_ratios, gradients, report_cases
 from suites.support.custom_ops import check_op, strided
 from suites.support.lanes import Lane, lanes

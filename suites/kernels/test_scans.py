@@ -1,4 +1,4 @@
-"""Laws of the scan ops: value, gradient and compilation, written once over the table SCANS.
+"""Laws of the scan ops: value, gradient and compilation, written once over the specs.
 
 B batch, T tokens. The oracle is the recurrence in fp64, one step per token, differentiated by autograd. A chunked op is
 a different computation.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from suites.kernels.inputs import m2rnn, mamba3_mimo, mamba3_siso, ssd_chunk_scan
-from suites.kernels.scan_op import ScanOp
+from suites.ops import specs
+from suites.ops.spec import ScanSpec
 from suites.support.comparison import DTYPES, doubled, worst
-from suites.support.custom_ops import check_one_graph, check_op, refused, strided, traced_through, turned
+from suites.support.custom_ops import check_one_graph, check_op, strided, traced_through, turned
 from suites.support.lanes import Lane, lanes
 from suites.support.scans import carried, inner_token, spliced
 
-SCANS = [module.SCAN for module in (ssd_chunk_scan, mamba3_siso, mamba3_mimo, m2rnn)]
+SCANS = [spec for spec in specs().values() if isinstance(spec, ScanSpec)]
 CHUNKED = [op for op in SCANS if op.chunked]
 each = pytest.mark.parametrize("op", SCANS, ids=lambda op: op.name)
 each_chunked = pytest.mark.parametrize("op", CHUNKED, ids=lambda op: op.name)
@@ -33,13 +32,13 @@ quick = settings(derandomize=True, max_examples=15, deadline=None)
 
 @lanes("cpu")
 @each
-def test_gradcheck(lane: Lane, op: ScanOp) -> None:
-    inputs = op.make_inputs(**op.gradcheck)
-    tensors = [inputs[n].requires_grad_(n in op.floats) for n in op.names]
+def test_gradcheck(lane: Lane, op: ScanSpec) -> None:
+    inputs = op.inputs(**op.smallest)
+    tensors = [inputs[n].requires_grad_(n in op.floats) for n in op.names.split()]
     scan = op.of(2)
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return scan(**dict(zip(op.names, tensors)))
+        return scan(**dict(zip(op.names.split(), tensors)))
 
     assert torch.autograd.gradcheck(run, tensors)
 
@@ -55,10 +54,10 @@ def test_gradcheck(lane: Lane, op: ScanOp) -> None:
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("chunk_size", [1, 16, 64])
 @each_chunked
-def test_gradients_equal_autograd_of_both_forms(lane: Lane, op: ScanOp, chunk_size: int) -> None:
-    inputs = op.make_inputs(device=lane.device)
+def test_gradients_equal_autograd_of_both_forms(lane: Lane, op: ScanSpec, chunk_size: int) -> None:
+    inputs = op.inputs(device=lane.device)
     found = op.trained(op.of(chunk_size), inputs)
-    assert worst(found, op.trained(op.recurrence, inputs)) < op.rounding
+    assert worst(found, op.trained(op.naive, inputs)) < op.rounding
     assert worst(found, op.trained(op.of(chunk_size, impl="eager"), inputs)) < op.rounding
     assert worst(op.trained(op.fault, inputs), found) > 0.1
 
@@ -67,12 +66,12 @@ def test_gradients_equal_autograd_of_both_forms(lane: Lane, op: ScanOp, chunk_si
 @quick
 @given(data=st.data())
 @each_chunked
-def test_any_chunk_size_equals_the_recurrence(lane: Lane, op: ScanOp, data: st.DataObject) -> None:
+def test_any_chunk_size_equals_the_recurrence(lane: Lane, op: ScanSpec, data: st.DataObject) -> None:
     T, start = (data.draw(st.integers(1, op.longest + 10)) for _ in range(2))
     sizes = {**op.odd, **{n: data.draw(values) for n, values in op.drawn.items()}}
-    inputs = op.make_inputs(T=T, **sizes, starts=(start,), device=lane.device, seed=T)
+    inputs = op.inputs(T=T, **sizes, starts=(start,), device=lane.device, seed=T)
     scan = op.of(data.draw(st.integers(1, op.longest + 20)))
-    assert worst(op.values(scan, inputs), op.values(op.recurrence, inputs)) < op.rounding
+    assert worst(op.values(scan, inputs), op.values(op.naive, inputs)) < op.rounding
     final = dict(zip(op.state, scan(**inputs)[1:]))
     assert all(((final[n] >= 0) & (final[n] < 2 * math.pi)).all() for n in op.turns)
 
@@ -82,7 +81,7 @@ def test_any_chunk_size_equals_the_recurrence(lane: Lane, op: ScanOp, data: st.D
 @given(data=st.data(), at=st.floats(0, 1))
 @each
 def test_two_segments_with_carried_state_equal_one_run(
-    lane: Lane, op: ScanOp, data: st.DataObject, at: float
+    lane: Lane, op: ScanSpec, data: st.DataObject, at: float
 ) -> None:
     T = data.draw(st.integers(2, op.longest))
     split = inner_token(T, at)
@@ -94,16 +93,16 @@ def test_two_segments_with_carried_state_equal_one_run(
         y1, *state = scan(**op.segment(inputs, slice(split, T), tuple(state)))
         return torch.cat((y0, y1), 1), *state
 
-    inputs = op.make_inputs(T=T, **op.odd, starts=(T // 3, T // 2), device=lane.device, seed=T)
+    inputs = op.inputs(T=T, **op.odd, starts=(T // 3, T // 2), device=lane.device, seed=T)
     assert worst(op.trained(in_two, inputs), op.trained(scan, inputs)) < op.rounding
 
 
 @lanes("cpu", "h200")
 @each
-def test_decode_continues_a_prefill(lane: Lane, op: ScanOp) -> None:
-    inputs = op.make_inputs(T=20, starts=(7,), device=lane.device)
-    whole, *last = op.scan(**inputs)
-    _, *state = op.scan(**op.segment(inputs, slice(0, 19), op.before(inputs)))
+def test_decode_continues_a_prefill(lane: Lane, op: ScanSpec) -> None:
+    inputs = op.inputs(T=20, starts=(7,), device=lane.device)
+    whole, *last = op.run(**inputs)
+    _, *state = op.run(**op.segment(inputs, slice(0, 19), op.before(inputs)))
     token = {n: inputs[n][:, -1] if n in op.per_token else inputs[n] for n in op.floats if n not in op.state}
     stepped, prefilled = op.step(token, tuple(state)), (whole[:, -1], *last)
     assert worst(dict(zip(op.results, stepped)), dict(zip(op.results, prefilled))) < op.rounding
@@ -113,7 +112,7 @@ def test_decode_continues_a_prefill(lane: Lane, op: ScanOp) -> None:
 @quick
 @given(data=st.data())
 @each
-def test_packed_document_equals_document_alone(lane: Lane, op: ScanOp, data: st.DataObject) -> None:
+def test_packed_document_equals_document_alone(lane: Lane, op: ScanSpec, data: st.DataObject) -> None:
     """[A|B] gives the same result for B as B alone, and no bit of B depends on the contents of A.
 
     Bitwise equal if A fills whole chunks (the same sums in the same order), and in the recurrence always. Otherwise the
@@ -123,7 +122,7 @@ def test_packed_document_equals_document_alone(lane: Lane, op: ScanOp, data: st.
     length, chunk_size, dtype = (data.draw(op.packed[n]) for n in ("length", "chunk_size", "dtype"))
     scan = op.of(chunk_size)
     inputs, others = (
-        op.make_inputs(
+        op.inputs(
             T=length + op.packed_tokens, dtype=DTYPES[dtype], starts=(), device=lane.device, seed=length + i
         )
         for i in (0, 1)
@@ -137,7 +136,7 @@ def test_packed_document_equals_document_alone(lane: Lane, op: ScanOp, data: st.
     if aligned:
         assert all(torch.equal(a, b) for a, b in zip(packed_final, alone_final))
     if same_bits:
-        assert torch.equal(op.recurrence(**inputs)[0][:, length:], op.recurrence(**alone_inputs)[0])
+        assert torch.equal(op.naive(**inputs)[0][:, length:], op.naive(**alone_inputs)[0])
     if aligned and same_bits:
         assert torch.equal(packed[:, length:], alone)
     elif (bound := op.reordered(alone_inputs, alone)) is not None:
@@ -163,10 +162,12 @@ def _split(results: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
 @quick
 @given(data=st.data(), at=st.floats(0, 1))
 @each
-def test_future_tokens_do_not_affect_the_past(lane: Lane, op: ScanOp, data: st.DataObject, at: float) -> None:
+def test_future_tokens_do_not_affect_the_past(
+    lane: Lane, op: ScanSpec, data: st.DataObject, at: float
+) -> None:
     T = data.draw(st.integers(2, op.longest))
     now = inner_token(T, at)
-    inputs = op.make_inputs(T=T, **op.odd, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
+    inputs = op.inputs(T=T, **op.odd, starts=(T // 2,), dtype=torch.float32, device=lane.device, seed=T)
     scan = op.of(data.draw(st.integers(1, 64)))
     later = spliced(inputs, inputs | {n: inputs[n] * 3 + 1 for n in op.per_token}, now, op.per_token)
     y, changed = scan(**inputs)[0], scan(**later)[0]
@@ -177,12 +178,12 @@ def test_future_tokens_do_not_affect_the_past(lane: Lane, op: ScanOp, data: st.D
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("chunk_size", [4, 64])
 @each
-def test_large_values_have_finite_correct_gradients(lane: Lane, op: ScanOp, chunk_size: int) -> None:
-    inputs = op.make_inputs(T=24, dtype=torch.float32, device=lane.device)
+def test_large_values_have_finite_correct_gradients(lane: Lane, op: ScanSpec, chunk_size: int) -> None:
+    inputs = op.inputs(T=24, dtype=torch.float32, device=lane.device)
     op.overflow(inputs)
     found = op.trained(op.of(chunk_size), inputs)
     assert all(t.isfinite().all() for t in found.values())
-    assert worst(found, op.trained(op.recurrence, doubled(inputs))) < op.rounding_32
+    assert worst(found, op.trained(op.naive, doubled(inputs))) < op.rounding_32
 
 
 @lanes("cpu")
@@ -196,10 +197,10 @@ def test_masked_difference_of_sums_has_a_nan_gradient(lane: Lane) -> None:
 
 @lanes("cpu", "h200")
 @each
-def test_op_contract(lane: Lane, op: ScanOp) -> None:
+def test_op_contract(lane: Lane, op: ScanSpec) -> None:
     forward, backward = (getattr(torch.ops.bumpgate, f"{op.name}_{way}") for way in ("fwd", "bwd"))
-    inputs = op.make_inputs(**op.opcheck, dtype=torch.float32, device=lane.device)
-    arguments = [*strided(inputs[n] for n in op.names), *([4] if op.chunked else [])]
+    inputs = op.inputs(**op.opcheck, dtype=torch.float32, device=lane.device)
+    arguments = [*strided(inputs[n] for n in op.names.split()), *([4] if op.chunked else [])]
     results = forward(*arguments)
     gradients = (*results[len(results) - op.saved :], *results[: len(results) - op.saved])
     check_op(forward, arguments, differentiable=True)
@@ -208,21 +209,9 @@ def test_op_contract(lane: Lane, op: ScanOp) -> None:
 
 @lanes("cpu", "h200")
 @each
-def test_compiles_to_one_graph_for_every_batch_size(lane: Lane, op: ScanOp) -> None:
+def test_compiles_to_one_graph_for_every_batch_size(lane: Lane, op: ScanSpec) -> None:
     T = op.batch_tokens
-    batches = [op.make_inputs(B=B, T=T, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
-    check_one_graph(op.scan, op.trained, batches, op=op.name, dynamic=(*op.per_token, *op.state))
-    traced = traced_through(partial(op.scan, impl="eager"), op.trained, batches[-1])
-    assert worst(traced, op.trained(op.scan, batches[-1])) < 1e-5
-
-
-BAD = [pytest.param(op, case, id=f"{op.name}-{case}") for op in SCANS for case in op.bad]
-
-
-@lanes("cpu")
-@pytest.mark.parametrize(("op", "case"), BAD)
-def test_bad_input_raises_one_line_error(lane: Lane, op: ScanOp, case: str) -> None:
-    inputs: dict[str, Any] = op.make_inputs(T=6)
-    change, words = op.bad[case]
-    with refused(op.name, words):
-        op.scan(**{**inputs, **change(inputs)})
+    batches = [op.inputs(B=B, T=T, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
+    check_one_graph(op.run, op.trained, batches, op=op.name, dynamic=(*op.per_token, *op.state))
+    traced = traced_through(partial(op.run, impl="eager"), op.trained, batches[-1])
+    assert worst(traced, op.trained(op.run, batches[-1])) < 1e-5

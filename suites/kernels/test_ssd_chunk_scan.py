@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from kernels.ssd_chunk_scan import ssd_chunk_scan, ssd_chunk_scan_recurrent
-from suites.kernels.inputs.ssd_chunk_scan import SCAN, make_inputs, rounding_bound, without_carry
+from suites.ops.ssd_chunk_scan import SPEC, make_inputs, rounding_bound, without_carry
 from suites.support.comparison import DTYPES, doubled, pooled, report_pooled
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
 
-results = SCAN.trained
+results = SPEC.trained
 
 
 @lanes("cpu", "h200")
@@ -36,7 +36,7 @@ def test_is_as_close_to_the_oracle_as_the_plain_recurrence(lane: Lane, dtype: st
         expected = seeds[0][{"y": "x", "final initial_state": "dt"}.get(name, name)].dtype
         assert found[name].dtype == plain[name].dtype == expected
     report_pooled(
-        row, f"kernels/ssd_chunk_scan-{lane.name}-{dtype}", found, plain, oracle, inputs=SCAN.floats
+        row, f"kernels/ssd_chunk_scan-{lane.name}-{dtype}", found, plain, oracle, inputs=SPEC.floats
     )
 
 

@@ -26,7 +26,7 @@ from launch.contract import apply_dynamo, load
 from launch.policies import apply
 from launch.step import make_optimizer, train_step
 from model import Hybrid, preset
-from suites.kernels.workloads import draw, routing
+from suites.ops.spec import draw, routing
 from suites.support.hybrids import SEED, build
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted

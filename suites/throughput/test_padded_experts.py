@@ -20,7 +20,7 @@ from kernels.grouped_gemm import grouped_gemm
 from kernels.moe_combine import moe_combine
 from kernels.moe_dispatch import moe_dispatch
 from model import preset
-from suites.kernels.workloads import draw, routing
+from suites.ops.spec import draw, routing
 from suites.support.gpu_timing import CALLS, forward_and_backward, milliseconds
 from suites.support.lanes import Lane, lanes
 from suites.throughput.full_size import BATCH

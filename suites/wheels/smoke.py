@@ -1,7 +1,7 @@
 """Run one kernel wheel on one shape of the model: `python -m suites.wheels.smoke CASE/B`, B the batch size.
 
 A wheel built for another torch may import, and even compute some shapes correctly. So the cases are the model's own
-(suites/kernels/workloads.py), each in a new process, forward and backward. Exits with 1 and one line if the result is
+(suites/ops), each in a new process, forward and backward. Exits with 1 and one line if the result is
 wrong; if the kernel crashes, the exit code is the crash's.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 
 from suites.kernels.peer_tuning import tuned_case
-from suites.kernels.workloads import BF16, oracle_gib
+from suites.ops import timed_cases
+from suites.ops.spec import BF16
 from suites.support.comparison import doubled, error_ratio, gradients
 from suites.support.gpu_memory import claimed
 from suites.support.operands import OperandsIn
@@ -34,7 +35,7 @@ def error_ratios(name: str, B: int) -> list[float]:
 
 def main(argument: str) -> int:
     name, _, batch = argument.partition("/")
-    with claimed(oracle_gib(name)):
+    with claimed(timed_cases()[name].oracle_gib):
         worst = largest(error_ratios(name, int(batch)))
     right = worst <= FACTOR
     print(

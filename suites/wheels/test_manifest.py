@@ -29,7 +29,7 @@ from bumpgate.env.packages import (
     reference,
 )
 from bumpgate.process.child import Interpreter
-from suites.kernels import workloads
+from suites.ops import timed_cases
 from suites.support.child import ROOT
 from suites.support.lanes import LANES, Lane, lanes
 from suites.support.planted import planted
@@ -88,7 +88,7 @@ def test_every_wheel_smoke_case_is_a_shape_of_the_model(lane: Lane) -> None:
         assert smoke.command == ("-m", "suites.wheels.smoke")
         for case in smoke.cases:
             name, batch = case.split("/")
-            assert name in workloads.CASES
+            assert name in timed_cases()
             assert int(batch) > 0
 
 

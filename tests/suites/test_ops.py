@@ -1,74 +1,69 @@
-"""Every op is complete: reference, op, suite, golden arrays, reviewed rows, mutants."""
+"""Every op is complete: reference, op, spec, suite, golden arrays, reviewed rows."""
 
 from __future__ import annotations
 
-import ast
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from suites.ops import op_names
 from tests.support.tree import ROOT
 
+# Files of suites/ops/ that describe no op.
+SHARED = {"__init__", "spec"}
 
-def ops(root: Path) -> list[str]:
+
+def folders(root: Path) -> list[str]:
     """Return every folder under kernels/ with Python files: a finished or unfinished op, but no shared code (_*)."""
-    folders = {path.parent.name for path in (root / "kernels").glob("*/*.py")}
-    return sorted(name for name in folders if not name.startswith("_"))
+    found = {path.parent.name for path in (root / "kernels").glob("*/*.py")}
+    return sorted(name for name in found if not name.startswith("_"))
 
 
 def lacking(root: Path, op: str) -> list[str]:
     """Return the missing parts of an op."""
     files = [
-        f"kernels/{op}/__init__.py",
-        f"kernels/{op}/naive.py",
-        f"kernels/{op}/eager.py",
-        f"kernels/{op}/op.py",
+        *(f"kernels/{op}/{name}.py" for name in ("__init__", "naive", "eager", "op")),
+        f"suites/ops/{op}.py",
         f"suites/kernels/test_{op}.py",
         f"fixtures/{op}.safetensors",
     ]
-    if (root / f"kernels/{op}/kernel.py").exists():
-        files.append(f"suites/kernels/interpret/ops/{op}.py")
     missing = [file for file in files if not (root / file).is_file()]
     rows = json.loads((root / "baselines/cpu.json").read_text())["rows"]
     if not any(row.startswith(f"kernels/{op}-cpu") for row in rows):
         missing.append(f"a row kernels/{op}-cpu-* in baselines/cpu.json")
-    if op not in subjects(root / "suites/kernels/mutants.py"):
-        missing.append(f"mutants: {op!r} in SUBJECTS of suites/kernels/mutants.py")
     return missing
 
 
-def subjects(path: Path) -> set[str]:
-    """Return the keys of the dict SUBJECTS of a file, parsed without an import, so torch is not needed."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUBJECTS":
-            return set(map(ast.literal_eval, node.value.keys))
-    raise AssertionError(f"{path} assigns no SUBJECTS")
-
-
-@pytest.mark.parametrize("op", ops(ROOT))
+@pytest.mark.parametrize("op", folders(ROOT))
 def test_op_is_complete(op: str) -> None:
     missing = lacking(ROOT, op)
     assert not missing, f"{op} lacks " + ", ".join(missing)
 
 
-def test_ops_are_found() -> None:
-    assert len(ops(ROOT)) >= 8
+def test_every_spec_belongs_to_an_op() -> None:
+    assert {path.stem for path in (ROOT / "suites/ops").glob("*.py")} - SHARED == set(op_names())
+    assert len(op_names()) >= 8
+
+
+def test_specs_are_found_without_torch_and_read_without_triton() -> None:
+    program = (
+        "import sys; from suites.ops import op_names, specs; op_names(); assert 'torch' not in sys.modules; "
+        "assert [spec.name for spec in specs().values()] == op_names(); assert 'triton.language' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Two complete ops: `fold` with a kernel, and `unfold` without."""
-    for op in ("fold", "unfold"):
-        for file in ("__init__", "naive", "eager", "op"):
-            _write(tmp_path / f"kernels/{op}/{file}.py")
-        _write(tmp_path / f"suites/kernels/test_{op}.py")
-        _write(tmp_path / f"fixtures/{op}.safetensors")
-    _write(tmp_path / "kernels/fold/kernel.py")
-    _write(tmp_path / "suites/kernels/interpret/ops/fold.py")
+    """Two complete ops, `fold` and `unfold`."""
     rows = {f"kernels/{op}-cpu-fp32/forward_error_ratio": {} for op in ("fold", "unfold")}
     _write(tmp_path / "baselines/cpu.json", json.dumps({"rows": rows}))
-    _write(tmp_path / "suites/kernels/mutants.py", 'SUBJECTS = {"fold": 1, "unfold": 2}\n')
+    for op in ("fold", "unfold"):
+        for part in lacking(tmp_path, op):
+            _write(tmp_path / part)
     return tmp_path
 
 
@@ -77,40 +72,13 @@ def _write(path: Path, text: str = "") -> None:
     path.write_text(text)
 
 
-def test_complete_op_lacks_nothing(tree: Path) -> None:
-    assert ops(tree) == ["fold", "unfold"]
-    assert [lacking(tree, op) for op in ops(tree)] == [[], []]
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        "kernels/fold/__init__.py",
-        "kernels/fold/naive.py",
-        "kernels/fold/eager.py",
-        "kernels/fold/op.py",
-        "suites/kernels/test_fold.py",
-        "suites/kernels/interpret/ops/fold.py",
-        "fixtures/fold.safetensors",
-    ],
-)
-def test_lacking_names_a_deleted_file(tree: Path, part: str) -> None:
-    (tree / part).unlink()
-    assert lacking(tree, "fold") == [part]
-    assert lacking(tree, "unfold") == []
-
-
-def test_lacking_names_a_deleted_row_and_subject(tree: Path) -> None:
-    """The other op's row and subject, whose names contain this one's, do not count for it."""
+def test_lacking_names_a_missing_part(tree: Path) -> None:
+    """The other op's row, whose name contains this one's, does not count for it."""
+    assert op_names(tree) == folders(tree) == ["fold", "unfold"]
+    for part in ("kernels/fold/eager.py", "suites/ops/fold.py", "fixtures/fold.safetensors"):
+        (tree / part).unlink()
+        assert lacking(tree, "fold") == [part]
+        _write(tree / part)
     (tree / "baselines/cpu.json").write_text(json.dumps({"rows": {"kernels/unfold-cpu-fp32/error": {}}}))
-    (tree / "suites/kernels/mutants.py").write_text('SUBJECTS = {"unfold": 2}\n')
-    row, mutants = lacking(tree, "fold")
-    assert "kernels/fold-cpu-*" in row
-    assert "SUBJECTS" in mutants
+    assert lacking(tree, "fold") == ["a row kernels/fold-cpu-* in baselines/cpu.json"]
     assert lacking(tree, "unfold") == []
-
-
-def test_lacking_names_all_missing_parts_of_a_new_folder(tree: Path) -> None:
-    _write(tree / "kernels/refold/op.py")
-    assert "refold" in ops(tree)
-    assert len(lacking(tree, "refold")) == 7

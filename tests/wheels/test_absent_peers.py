@@ -15,8 +15,9 @@ from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.process.host import OWN_VARIABLES, PARENT
-from suites.kernels import model_shapes, peer_tuning, speed, workloads
-from suites.kernels.workloads import Case, Work
+from suites.kernels import model_shapes, peer_tuning, speed
+from suites.ops import specs, timed_cases
+from suites.ops.spec import Timed, Work, Workload
 from suites.support import absent
 from suites.support.gpu_timing import Timing
 from suites.support.planted import planted
@@ -118,11 +119,11 @@ def refuse(*_: Any, **__: Any) -> Any:
 def attention_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a small CPU case with the name of one in the lane, whose peer raises."""
 
-    def case(B: int) -> Case:
+    def case(B: int) -> Workload:
         inputs = (torch.randn(B, 8, dtype=torch.bfloat16),)
-        return Case(torch.tanh, torch.tanh, refuse, inputs, Work(1.0, 1.0))
+        return Workload(torch.tanh, torch.tanh, refuse, inputs, Work(1.0, 1.0))
 
-    monkeypatch.setitem(workloads.CASES, "attention-P64", case)
+    monkeypatch.setitem(timed_cases(), "attention-P64", Timed(case))
     monkeypatch.setitem(sys.modules, "flash_attn", None)
 
 
@@ -154,15 +155,15 @@ def test_installed_but_broken_peer_raises(attention_on_cpu: None, monkeypatch: p
 
 
 def test_every_peer_package_is_listed() -> None:
-    """A case whose peer is `impl="upstream"` of an op that imports a package needs an entry in PACKAGES."""
+    """An op with a timed case and a peer that is imported from a package names the package."""
     root = Path(peer_tuning.__file__).parents[2] / "kernels"
     with_package = {
         path.parent.name
         for path in root.glob("*/upstream.py")
         if "INSTALL = " in path.read_text(encoding="utf-8")
     }
-    cases = {name.partition("-")[0] for name in workloads.CASES}
-    assert set(peer_tuning.PACKAGES) == with_package & cases
+    named = {name for name, spec in specs().items() if spec.packages}
+    assert named == {name for name in with_package if specs()[name].timed}
 
 
 def judgement(id: str) -> Judgement:

@@ -1,8 +1,7 @@
-"""The ops at the model's shapes (suites/kernels/workloads.py) on meta tensors, and the kernels each compiles for an
-H200.
+"""The ops at the model's shapes on meta tensors, and the kernels that each compiles for an H200.
 
 A case is called as in the model, forward and backward. Next to each of its custom ops runs the launch function that
-replaces it on CUDA, with the same arguments; the fake's results are passed on. So a new op in CASES is compiled without
+replaces it on CUDA, with the same arguments; the fake's results are passed on. So a new op is compiled without
 a change here, as long as the op `x_fwd` of kernels/x/op.py is launched by `x_fwd_kernel` of kernels/x/kernel.py.
 """
 
@@ -19,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from suites.kernels.workloads import BF16, CASES
+from suites.kernels.peer_tuning import op_of
+from suites.ops import timed_cases
+from suites.ops.spec import BF16
 from suites.support.recording_driver import Compiled, recording
 
 B = 4  # as timed on the H200 lane
@@ -44,7 +45,7 @@ def compile_case(name: str, dtype: torch.dtype) -> tuple[list[Compiled], set[str
     Raises AssertionError if a launch function's results differ from the fake's in shape, dtype or strides.
     """
     with OnMeta():
-        case = CASES[name](B)
+        case = timed_cases()[name].make(B)
     inputs = [t.to(dtype) if t.dtype == BF16 else t for t in case.inputs]
     leaves = [t.requires_grad_() for t in inputs if t.is_floating_point()]
     ran: set[str] = set()
@@ -59,10 +60,6 @@ def compile_case(name: str, dtype: torch.dtype) -> tuple[list[Compiled], set[str
         outputs = [t for t in ((result,) if isinstance(result, Tensor) else result) if t.requires_grad]
         torch.autograd.grad(outputs, leaves, [torch.empty_like(t) for t in outputs], allow_unused=True)
     return launched, ran
-
-
-def op_of(case: str) -> str:
-    return case.partition("-")[0]
 
 
 def launch_functions(op: str) -> set[str]:

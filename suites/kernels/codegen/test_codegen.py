@@ -18,8 +18,9 @@ import triton.language as tl
 from bumpgate.core import kernel_code
 from bumpgate.core.baseline import violation
 from bumpgate.core.rows import Row
-from suites.kernels.codegen.cases import by_label, compile_case, launch_functions, op_of
-from suites.kernels.workloads import CASES
+from suites.kernels.codegen.cases import by_label, compile_case, launch_functions
+from suites.kernels.peer_tuning import op_of
+from suites.ops import timed_cases
 from suites.support.comparison import DTYPES
 from suites.support.lanes import Lane, lanes
 from suites.support.recording_driver import Compiled, recording
@@ -29,6 +30,7 @@ REGISTERS_LEFT = "triton>=3.6,<3.10"
 KERNELS = Path(__file__).parents[3] / "kernels"
 
 # bf16, as in the model: every shape; fp32, the strict dtype without a speed requirement: one shape per op.
+CASES = list(timed_cases())
 FIRST = {op_of(name): name for name in reversed(CASES)}
 SHAPES = [(name, "bf16") for name in CASES] + [(name, "fp32") for name in CASES if name in FIRST.values()]
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from suites.support.comparison import error
 from suites.support.reduce import largest
 
-# Never bf16: the interpreter computes on its raw bits without a warning.
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
 FACTOR = 3.0
 # Relative to the largest entry (for the RMS, to the RMS): a small plain error may be luck, and in fp64 there is none,
 # because the plain reference is the oracle itself. So fp64 checks the formulas and not the rounding.

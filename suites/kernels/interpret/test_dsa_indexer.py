@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from kernels.dsa_indexer import kernel, kernel_choice, kernel_tiles
 from kernels.dsa_indexer.eager import dsa_choice, dsa_scores
-from suites.kernels.interpret.ops.dsa_indexer import OP, make_index_inputs
-from suites.kernels.interpret.ratio import DTYPES
+from suites.ops import interpreted
+from suites.ops.dsa_indexer import make_index_inputs
+from suites.ops.spec import INTERPRETED_DTYPES
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes
+
+OP = interpreted()["dsa_indexer"]
 
 
 @lanes("cpu")
@@ -23,7 +26,7 @@ from suites.support.lanes import Lane, lanes
 @pytest.mark.parametrize("dtype", OP.dtypes)
 def test_scores_equal_reference_within_rounding(lane: Lane, dtype: str, sizes: tuple[int, ...]):
     """fp16 products are exact in fp32, so both dtypes meet fp32's bound: P + J roundings of the largest sum."""
-    q, k, weights, doc_ids = inputs = [*make_index_inputs(*sizes, dtype=DTYPES[dtype]).values()]
+    q, k, weights, doc_ids = inputs = make_index_inputs(*sizes, dtype=INTERPRETED_DTYPES[dtype])
     found, exact = kernel_choice.dsa_scores_kernel(*inputs), dsa_scores(*doubled(inputs))
     assert found.dtype == torch.float32
     assert torch.equal(found.isneginf(), exact.isneginf())
@@ -69,7 +72,8 @@ def test_selection_among_many_keys_equals_reference(lane: Lane):
 @lanes("cpu")
 def test_unselected_keys_are_not_read(lane: Lane):
     """A weight of 0 times nan is nan: keys that were not chosen are not loaded, and their gradient is 0."""
-    q, k, v, indices, dout, *_ = OP.make_inputs(1, 34, 2, 1, 16, 6, torch.float32).values()
+    arguments = OP.example("fp32", 1, 34, 2, 1, 16, 6)
+    q, k, v, indices, dout = (arguments[n] for n in ("q", "k", "v", "indices", "dout"))
     indices = torch.where(indices % 3 == 0, -1, indices)
     indices[:, 7] = -1
     indices = torch.where(indices == 7, -1, indices)
@@ -106,6 +110,6 @@ def test_block_walk_visits_exactly_the_blocks_with_pairs(lane: Lane, seed: int, 
 @lanes("cpu")
 def test_unsupported_inputs_raise_one_line_error(lane: Lane):
     with pytest.raises(ValueError, match=r"power of two up to 128, not 48$"):
-        kernel_choice.dsa_scores_kernel(**make_index_inputs(1, 2, 1, 48))
+        kernel_choice.dsa_scores_kernel(*make_index_inputs(1, 2, 1, 48, torch.float32))
     with pytest.raises(ValueError, match=r"at most 16384 tokens, not 16385$"):
         kernel_choice.dsa_choice_kernel(torch.empty(1, 16385, 16385, device="meta"), 4)

@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.grouped_gemm import kernel
-from suites.kernels.interpret.ops.grouped_gemm import DIMS, OP, RAGGED
-from suites.kernels.interpret.ratio import DTYPES
+from suites.ops import interpreted
+from suites.ops.grouped_gemm import KERNEL_DIMS as DIMS
+from suites.ops.grouped_gemm import RAGGED
 from suites.support.lanes import Lane, lanes
+
+OP = interpreted()["grouped_gemm"]
 
 
 @lanes("cpu")
@@ -22,7 +25,7 @@ def test_tma_is_used_only_for_16_bit_whole_chunks(lane: Lane, dtype: str):
     """Checks which tiles the cases of OP ran with."""
     tiles = {}
     for D_in, D_out in DIMS:
-        inputs = OP.make_inputs((4,), D_in, D_out, DTYPES[dtype])
+        inputs = OP.example(dtype, (4,), D_in, D_out)
         tiles[D_in, D_out] = kernel._tile(D_out, inputs["x"], inputs["weight"])
     plain = kernel.PLAIN, False
     small = dtype == "fp16"
@@ -57,7 +60,7 @@ def test_tile_plan_covers_every_row_once(lane: Lane, counts: list[int], spare: i
 @lanes("cpu")
 @pytest.mark.parametrize("dims", DIMS[1:3], ids=str)
 def test_transposed_inputs_give_the_same_bits(lane: Lane, dims: tuple[int, int]):
-    inputs = OP.make_inputs(RAGGED, *dims, torch.float16, spare=0)
+    inputs = OP.example("fp16", RAGGED, *dims, spare=0)
     turned = {n: inputs[n].mT.contiguous().mT for n in ("x", "weight", "dy")}
     pairs = zip(OP.launched(**turned, counts=inputs["counts"].int()), OP.launched(**inputs))
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)

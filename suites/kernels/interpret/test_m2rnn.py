@@ -8,17 +8,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from suites.kernels.interpret.ops.m2rnn import OP
-from suites.kernels.interpret.ratio import DTYPES
+from suites.ops import interpreted
 from suites.support.comparison import doubled
 from suites.support.lanes import Lane, lanes
+
+OP = interpreted()["m2rnn"]
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
 def test_small_and_saturated_candidates_are_accurate(lane: Lane, dtype: str):
     """tanh from 1e-6, where the exponential alone would cancel, to where it is 1 and its slope 0."""
-    inputs = OP.make_inputs(1, 24, 1, 4, 4, DTYPES[dtype])
+    inputs = OP.example(dtype, 1, 24, 1, 4, 4)
     inputs["k"] = torch.logspace(-6, 4, 24).view(1, 24, 1, 1).to(inputs["k"]) * inputs["k"]
     inputs |= {"v": inputs["v"].sign(), "h0": torch.zeros_like(inputs["h0"])}
     found, oracle = OP.launched(**inputs), OP.reference(**doubled(inputs))

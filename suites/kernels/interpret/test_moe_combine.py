@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 
 from kernels.moe_combine import kernel
-from suites.kernels.interpret.ops.moe_combine import OP, SIZES
+from suites.ops import interpreted
+from suites.ops.moe_combine import SIZES
 from suites.support.lanes import Lane, lanes
+
+OP = interpreted()["moe_combine"]
 
 
 @lanes("cpu")
 def test_dropped_and_unowned_rows_are_ignored(lane: Lane):
-    inputs = OP.make_inputs(*SIZES[1], torch.float32)
+    inputs = OP.example("fp32", *SIZES[1])
     expected = OP.launched(**inputs)
     owned, dropped = expected[1].count_nonzero(-1) > 0, inputs["slot"] < 0
     assert dropped.any()
@@ -23,7 +26,7 @@ def test_dropped_and_unowned_rows_are_ignored(lane: Lane):
 
 @lanes("cpu")
 def test_output_is_cast_once_at_the_end(lane: Lane):
-    y, expert, slot, weights, _, C = OP.make_inputs(*SIZES[1], torch.float16).values()
+    y, expert, slot, weights, C, _ = OP.example("fp16", *SIZES[1]).values()
     both = (torch.float32, torch.float16)
     wide, narrow = (kernel.moe_combine_fwd_kernel(y, expert, slot, weights, C, dtype) for dtype in both)
     assert wide.dtype == torch.float32

@@ -10,9 +10,12 @@ import torch
 
 from kernels.moe_dispatch import kernel
 from kernels.moe_dispatch.eager import moe_dispatch_eager
-from suites.kernels.interpret.ops.moe_dispatch import OP, SIZES, routing, values
-from suites.kernels.interpret.ratio import DTYPES
+from suites.ops import interpreted
+from suites.ops.moe_dispatch import SIZES, null_routing
+from suites.ops.spec import INTERPRETED_DTYPES
 from suites.support.lanes import Lane, lanes
+
+OP = interpreted()["moe_dispatch"]
 
 
 @lanes("cpu")
@@ -20,7 +23,7 @@ from suites.support.lanes import Lane, lanes
 @pytest.mark.parametrize("dtype", OP.dtypes)
 def test_rows_slots_and_overflow_equal_reference(lane: Lane, dtype: str, sizes: tuple[int, ...]):
     B, T, K, E, D, C = sizes
-    x, expert = values(B, T, D, dtype=DTYPES[dtype]), routing(B, T, K, E)
+    x, expert, _ = null_routing(B=B, T=T, K=K, E=E, D=D, C=C, dtype=INTERPRETED_DTYPES[dtype])
     found = kernel.moe_dispatch_fwd_kernel(x, expert, E, C)
     expected = moe_dispatch_eager(x, expert, E, C)
     for ours, theirs in zip(found, expected, strict=True):

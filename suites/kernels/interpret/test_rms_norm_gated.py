@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from suites.kernels.interpret.ops.rms_norm_gated import OP
+from suites.ops import interpreted
 from suites.support.lanes import Lane, lanes
+
+OP = interpreted()["rms_norm_gated"]
 
 
 @lanes("cpu")
 def test_leading_axes_are_rows(lane: Lane):
-    inputs = OP.make_inputs(12, 8, torch.float32)
+    inputs = OP.example("fp32", 12, 8)
     unflat = inputs | {n: inputs[n].unflatten(0, (3, 4)) for n in ("x", "gate", "dy")}
     options = {"group_size": 8, "norm_before_gate": False}
     flat, split = (OP.launched(**given, **options) for given in (inputs, unflat))

@@ -25,8 +25,9 @@ from triton.runtime.autotuner import Autotuner
 from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_eager
 from kernels.ssd_chunk_scan.naive import ssd_chunk_scan_step
 from kernels.ssd_chunk_scan.upstream import INSTALL, load, ssd_chunk_scan_upstream
-from suites.kernels.interpret.ops.ssd_chunk_scan import make_inputs
-from suites.kernels.interpret.ratio import DTYPES, outside
+from suites.kernels.interpret.ratio import outside
+from suites.ops.spec import INTERPRETED_DTYPES as DTYPES
+from suites.ops.ssd_chunk_scan import make_inputs
 from suites.support.comparison import doubled, gradients
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
@@ -68,7 +69,8 @@ def interpreted() -> Iterator[None]:
 
 def make_op_inputs(dtype: torch.dtype, starts: tuple[int, ...] = (5, 6, 27)) -> list[Tensor]:
     """Return the op's inputs without chunk_size."""
-    return [*make_inputs(*SIZES, dtype, starts).values()][:8]
+    inputs = make_inputs(*SIZES[:-1], dtype=dtype, starts=starts)
+    return [*(inputs | {"D": inputs["D"].to(dtype)}).values()]
 
 
 def tuned() -> list[Autotuner]:

@@ -1,4 +1,4 @@
-"""Inputs of the mamba3_mimo suites, a fault, and its entry in the table of scans.
+"""mamba3_mimo: the scan of Mamba-3 with several inputs and outputs a head.
 
 B batch, T tokens, H heads, R MIMO rank, P head dim, N state dim, G groups, A rotation angles.
 """
@@ -6,6 +6,8 @@ B batch, T tokens, H heads, R MIMO rank, P head dim, N state dim, G groups, A ro
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.mamba3_mimo import Mamba3MimoState, mamba3_mimo, mamba3_mimo_recurrent, mamba3_mimo_step
-from suites.kernels.inputs.mamba3_siso import overflow
-from suites.kernels.scan_op import ScanOp, flat, packed, stepped
-from suites.support.comparison import Named
+from suites.ops import spec
+from suites.ops.mamba3_siso import overflow
+from suites.ops.spec import Named, Outputs
 from suites.support.scans import documents
 
 PER_TOKEN = ("q", "k", "v", "adt", "dt", "trap", "angles", "z", "doc_ids")
@@ -25,12 +27,7 @@ NAMES = (
     "q", "k", "v", "adt", "dt", "trap", "q_bias", "k_bias", "mimo_v", "mimo_z", "mimo_out", "angles", "D", "z",
     "doc_ids", *STATE,
 )  # fmt: skip
-
-
-FLOATS = tuple(n for n in NAMES if n != "doc_ids")
-NARROW = ("q", "k", "v", "z")
-op = flat(mamba3_mimo, Mamba3MimoState)
-recurrence = flat(mamba3_mimo_recurrent, Mamba3MimoState)
+run, recurrence = spec.flat(mamba3_mimo, Mamba3MimoState), spec.flat(mamba3_mimo_recurrent, Mamba3MimoState)
 
 
 def make_inputs(
@@ -64,9 +61,7 @@ def make_inputs(
         "k_prev": draw(B, H, R, N),
         "v_prev": draw(B, H, P),
     }
-    wide = torch.promote_types(dtype, torch.float32)
-    dtypes = {n: dtype if n in NARROW else wide for n in FLOATS}
-    return {n: t.to(device, dtypes.get(n, t.dtype)) for n, t in inputs.items()}
+    return spec.scan_dtypes(inputs, dtype, device, ("q", "k", "v", "z"))
 
 
 def one_rank_each(**inputs: Tensor) -> tuple[Tensor, ...]:
@@ -75,50 +70,67 @@ def one_rank_each(**inputs: Tensor) -> tuple[Tensor, ...]:
     for r in range(inputs["q"].shape[2]):
         ranked = {n: inputs[n][:, :, r : r + 1] for n in ("q", "k", "k_prev")}
         ranked |= {n: inputs[n][:, r : r + 1] for n in FIXED if n != "D"}
-        y, *state = op(**inputs | ranked)
+        y, *state = run(**inputs | ranked)
         wrong = wrong + y
     return wrong, *state
 
 
+def ranks_apart(subject: spec.Subject, inputs: Named, right: Outputs) -> Outputs:
+    return one_rank_each(**inputs)[0], *right[1:]
+
+
 def without_last_value(**inputs: Tensor) -> tuple[Tensor, ...]:
     """A fault: the given state without its value and keys."""
-    return op(**inputs | {"v_prev": inputs["v_prev"] * 0})
+    return run(**inputs | {"v_prev": inputs["v_prev"] * 0})
 
 
-BAD = {
-    "impl": (lambda i: {"impl": "fused"}, "choices are"),
-    "dims": (lambda i: {"v": i["v"][0]}, "v must be"),
-    "groups": (lambda i: {"q": i["q"][:, :, :, [0, 1, 0]]}, "H divisible by G"),
-    "angles": (lambda i: {"angles": i["angles"].repeat(1, 1, 1, 2)}, "2A <= N"),
-    "no tokens": (lambda i: {n: i[n][:, :0] for n in PER_TOKEN}, "T >= 1"),
-    "no ranks": (lambda i: {n: i[n][:, :, :0] for n in ("q", "k")}, "R >= 1"),
-    "k": (lambda i: {"k": i["k"][..., :-1]}, "k has shape"),
-    "ranks": (lambda i: {"mimo_out": i["mimo_out"][:, :1]}, "mimo_out has shape"),
-    "state": (lambda i: {"k_prev": i["k_prev"][:, :, :1]}, "state.k_prev has shape"),
-    "integer dt": (lambda i: {"dt": i["dt"].int()}, "dt must be floating"),
-    "mixed dtypes": (lambda i: {"z": i["z"].float()}, "share one dtype"),
-    "doc_ids": (lambda i: {"doc_ids": i["doc_ids"].long()}, "doc_ids must be int32"),
-    "chunk_size": (lambda i: {"chunk_size": 0}, "chunk_size must be"),
-}
+def refusals(**i: Any) -> list[tuple[Named, str]]:
+    return [
+        ({"v": i["v"][0]}, "v must be"),
+        ({"q": i["q"][:, :, :, [0, 1, 0]]}, "H divisible by G"),
+        ({"angles": i["angles"].repeat(1, 1, 1, 2)}, "2A <= N"),
+        ({n: i[n][:, :0] for n in PER_TOKEN}, "T >= 1"),
+        ({n: i[n][:, :, :0] for n in ("q", "k")}, "R >= 1"),
+        ({"k": i["k"][..., :-1]}, "k has shape"),
+        ({"mimo_out": i["mimo_out"][:, :1]}, "mimo_out has shape"),
+        ({"k_prev": i["k_prev"][:, :, :1]}, "state.k_prev has shape"),
+        ({"dt": i["dt"].int()}, "dt must be floating"),
+        ({"z": i["z"].float()}, "share one dtype"),
+        ({"doc_ids": i["doc_ids"].long()}, "doc_ids must be int32"),
+        ({"chunk_size": 0}, "chunk_size must be"),
+    ]
 
-SCAN = ScanOp(
+
+SPEC = spec.ScanSpec(
     name="mamba3_mimo",
-    scan=op,
-    recurrence=recurrence,
-    step=stepped(mamba3_mimo_step, Mamba3MimoState),
-    make_inputs=make_inputs,
-    names=NAMES,
+    run=run,
+    naive=recurrence,
+    inputs=make_inputs,
+    names=" ".join(NAMES),
+    step=spec.stepped(mamba3_mimo_step, Mamba3MimoState),
     per_token=PER_TOKEN,
     state=STATE,
     turns=("theta",),
     fault=without_last_value,
     overflow=overflow,
-    bad=BAD,
-    gradcheck={"B": 2, "T": 4, "H": 2, "R": 2, "P": 2, "N": 3, "G": 1, "A": 1, "starts": (2,)},
+    refusals=refusals,
+    bad={"T": 6},
+    under_autocast=False,
+    smallest={"B": 2, "T": 4, "H": 2, "R": 2, "P": 2, "N": 3, "G": 1, "A": 1, "starts": (2,)},
     opcheck={"B": 2, "T": 7, "R": 2, "P": 3, "N": 5, "A": 2, "starts": (4,)},
     odd={"P": 3, "N": 6},
     drawn={"G": st.sampled_from([1, 2, 4]), "R": st.integers(1, 4), "A": st.integers(0, 2), "N": st.just(5)},
-    packed=packed(st.sampled_from([4, 8, 16, 32]), st.sampled_from([4, 8, 16]), "fp32"),
+    packed=spec.packed(st.sampled_from([4, 8, 16, 32]), st.sampled_from([4, 8, 16]), "fp32"),
     longest=40,
     batch_tokens=12,
+    subjects={
+        "mamba3_mimo": spec.mamba3_subject(
+            make_inputs, run, recurrence, 8, PER_TOKEN, STATE, {"ranks apart": ranks_apart}
+        )
+    },
+    golden=spec.Golden(
+        lambda: make_inputs(T=20, H=2, P=4, N=6, G=1, R=2, A=2, starts=(5, 6, 13)),
+        ("y", *STATE),
+        partial(run, chunk_size=8),
+    ),
 )

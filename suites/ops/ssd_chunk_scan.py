@@ -1,0 +1,202 @@
+"""ssd_chunk_scan: the scan of Mamba-2 in chunks.
+
+B batch, T tokens, H heads, P head dim, N state dim, G groups.
+The oracle is the recurrence in fp64. The op runs the chunked form, which is a different computation.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.ssd_chunk_scan import (
+    ssd_chunk_scan,
+    ssd_chunk_scan_eager,
+    ssd_chunk_scan_recurrent,
+    ssd_chunk_scan_step,
+)
+from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_backward_eager
+from suites.ops import spec
+from suites.ops.spec import Named
+from suites.support.comparison import doubled
+from suites.support.scans import cut, documents
+
+PER_TOKEN = ("x", "dt", "Bmat", "Cmat", "doc_ids")
+
+
+def make_inputs(
+    B=2, T=50, H=4, P=8, N=8, G=2, dtype=torch.float64, device="cpu", seed=0, starts=(13, 14, 40)
+) -> Named:
+    """Return random inputs; a document begins at each of `starts` in row 0, three tokens later in each further row."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    inputs = {
+        "x": draw(B, T, H, P),
+        "dt": F.softplus(draw(B, T, H)),
+        "A": -torch.rand(H, generator=g, dtype=torch.float64) - 0.05,
+        "Bmat": draw(B, T, G, N),
+        "Cmat": draw(B, T, G, N),
+        "D": draw(H),
+        "doc_ids": documents(B, T, starts),
+        "initial_state": draw(B, H, P, N),
+    }
+    return spec.scan_dtypes(inputs, dtype, device, ("x", "Bmat", "Cmat"))
+
+
+def rounding_bound(inputs: Named) -> Tensor:
+    """Bound the rounding error of y (B,T,H,P) in fp32.
+
+    y is a sum of products. Each goes through at most T + N additions, and T more in its exponent s, where an error of T
+    u |s| on a weight exp(s) is at most T u of the undecayed one. So (2 T + N + 16) u times the same scan over absolute
+    values, with no decay and no reset, bounds it; 16 for the roundings of single factors.
+    """
+    sizes = {n: t.abs() if t.is_floating_point() else t * 0 for n, t in doubled(inputs).items()}
+    T, N = inputs["x"].shape[1], inputs["Bmat"].shape[3]
+    return (2 * T + N + 16) * 2**-24 * ssd_chunk_scan_recurrent(**sizes | {"A": sizes["A"] * 0})[0]
+
+
+def without_carry(**inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """A fault: each chunk of 16 from a zero state, so the quadratic part without the state between chunks."""
+    zero = torch.zeros_like(inputs["initial_state"])
+    starts = range(0, inputs["x"].shape[1], 16)
+    chunks = [cut(inputs, slice(t, t + 16), PER_TOKEN) | {"initial_state": zero} for t in starts]
+    parts = [ssd_chunk_scan_eager(**chunk) for chunk in chunks]
+    return torch.cat([y for y, _ in parts], 1), parts[-1][1]
+
+
+def step(token: Named, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return ssd_chunk_scan_step(**token, state=state[0])
+
+
+def overflow(inputs: Named) -> None:
+    inputs["dt"][:, 5::7] = 3e3
+    inputs["A"][0] = -80.0
+
+
+def peer_inputs(device: str) -> tuple[Tensor, ...]:
+    return tuple(make_inputs(T=130, P=64, N=64, dtype=torch.bfloat16, device=device).values())
+
+
+def peer_output(*inputs: Tensor, impl: str) -> Tensor:
+    return ssd_chunk_scan(*inputs, impl=impl)[0]
+
+
+def refusals(**i: Any) -> list[tuple[Named, str]]:
+    return [
+        ({"x": i["x"][0]}, "x must be"),
+        ({"Bmat": i["Bmat"][:, :, [0, 1, 0]]}, "H divisible by G"),
+        ({n: i[n][:, :0] for n in PER_TOKEN}, "T >= 1"),
+        ({"A": i["A"][:-1]}, "A has shape"),
+        ({"initial_state": i["initial_state"].mT[..., :1]}, "initial_state has shape"),
+        ({"dt": i["dt"].int()}, "dt must be floating"),
+        ({"Cmat": i["Cmat"].float()}, "share one dtype"),
+        ({"doc_ids": i["doc_ids"].long()}, "doc_ids must be int32"),
+        ({"chunk_size": 0}, "chunk_size must be"),
+    ]
+
+
+def workload(B: int, N: int, G: int) -> spec.Workload:
+    T, H, P = spec.T, 112, 64
+    x, dt = spec.draw(B, T, H, P), F.softplus(spec.draw(B, T, H, dtype=torch.float32) - 3)
+    A, D = -torch.rand(H, device="cuda") * 15 - 1, torch.ones(H, device="cuda")
+    inputs = (x, dt, A, spec.draw(B, T, G, N), spec.draw(B, T, G, N), D, spec.one_document(B))
+    work = spec.streaming(inputs, (x,), B * T * H * spec.scan_flops(P, N))
+    return spec.Workload(*spec.by_impl(ssd_chunk_scan), inputs, work)
+
+
+def interpreter() -> list[spec.KernelOp]:
+    from kernels.ssd_chunk_scan import kernel
+
+    def inputs(chunk_size: int, dtype: torch.dtype, **sizes: Any) -> Named:
+        made = make_inputs(dtype=dtype, **{"starts": (5, 6, 27)} | sizes)
+        return made | {"D": made["D"].to(dtype), "chunk_size": chunk_size}
+
+    return [
+        spec.KernelOp(
+            name="ssd_chunk_scan",
+            inputs=inputs,
+            sizes="B T H P N G chunk_size",
+            kernels=(kernel.ssd_chunk_scan_fwd_kernel, kernel.ssd_chunk_scan_bwd_kernel),
+            eager=(ssd_chunk_scan_eager, ssd_chunk_scan_backward_eager),
+            gradients="dy dfinal",
+            # Several programs along every axis: the heads of a group in parts, a last block of heads that is not full.
+            blocks={(kernel, "PREPARED_HEADS"): 4, (kernel, "ENOUGH_PROGRAMS"): 8},
+            cases=[*map(spec.KernelCase, SIZES)],
+            faulty=[spec.KernelCase(SIZES[2])],
+            # The gradient of D does not depend on the documents.
+            faults={"documents": spec.Fault({"doc_ids": torch.zeros_like}, spares=(7,))},
+            refused=[spec.KernelCase((1, 2, 1, 129, 8, 1, 64), error="at most 128")],
+            two_documents=[spec.KernelCase((1, 21, 2, 8, 8, 1, 64), inputs={"starts": (11,)})],
+            per_token=PER_TOKEN[:-1],
+            state=("initial_state",),
+            narrow_products=True,
+            # The gradient of A has only H values, and the maximum of few errors varies.
+            pooled=[{"seed": seed} for seed in range(3)],
+            layouts=[spec.KernelCase(SIZES[2], dtypes=("fp16",))],
+        )
+    ]
+
+
+SIZES = [(2, 37, 6, 8, 12, 2, 16), (1, 66, 6, 5, 8, 2, 64), (1, 18, 2, 16, 16, 1, 64)]
+SPEC = spec.ScanSpec(
+    name="ssd_chunk_scan",
+    run=ssd_chunk_scan,
+    naive=ssd_chunk_scan_recurrent,
+    inputs=make_inputs,
+    names="x dt A Bmat Cmat D doc_ids initial_state",
+    step=step,
+    per_token=PER_TOKEN,
+    state=("initial_state",),
+    fault=without_carry,
+    overflow=overflow,
+    refusals=refusals,
+    bad={"T": 6},
+    loses_digits=True,
+    smallest={"B": 2, "T": 5, "H": 2, "P": 2, "N": 2, "G": 1, "starts": (3,)},
+    opcheck={"B": 2, "T": 9, "H": 4, "P": 3, "N": 5, "G": 2, "starts": (4,)},
+    odd={"P": 3, "N": 5},
+    drawn={"G": st.sampled_from([1, 2, 4])},
+    packed=spec.packed(st.integers(1, 40), st.sampled_from([4, 16, 64])),
+    reordered=lambda inputs, y: 2 * rounding_bound(inputs) if y.dtype == torch.float32 else None,
+    rounding=1e-13,
+    rounding_32=1e-5,
+    subjects={
+        "ssd_chunk_scan": spec.Subject(
+            spec.fp32("", make_inputs, B=8),
+            partial(ssd_chunk_scan, chunk_size=16),
+            ssd_chunk_scan_recurrent,
+            {
+                "dropped document reset": spec.dropped_reset,
+                "bf16 state": spec.bf16_state(
+                    partial(ssd_chunk_scan, chunk_size=16), PER_TOKEN, ("initial_state",)
+                ),
+            },
+        )
+    },
+    golden=spec.Golden(
+        lambda: make_inputs(T=20, H=2, P=4, N=6, G=1, starts=(5, 6, 13)),
+        ("y", "final"),
+        partial(ssd_chunk_scan, chunk_size=8),
+    ),
+    timed={
+        "ssd_chunk_scan-N64-G8": spec.Timed(partial(workload, N=64, G=8)),
+        "ssd_chunk_scan-N128-G1": spec.Timed(partial(workload, N=128, G=1)),
+    },
+    peer="mamba-ssm",
+    packages=("mamba_ssm",),
+    peers={"ssd_chunk_scan": spec.Peer(peer_output, peer_inputs)},
+    tuned_peer=True,
+    marks={
+        "ssd_chunk_scan-N64-G8/forward_milliseconds": (0.83, ""),
+        "ssd_chunk_scan-N64-G8/both_milliseconds": (4.1, ""),
+    },
+    interpreter=interpreter,
+)
