@@ -110,6 +110,22 @@ def pinned(lane: Lane, text: str, pins: Pins) -> str:
     return tomlkit.dumps(document) if changed else text
 
 
+def with_more(lane: Lane, text: str, requirements: Sequence[str]) -> str:
+    """Return the text of a lane's requirements file with more requirements at its end, or at the end of its extra."""
+    if not requirements:
+        return text
+    if lane.requirements:
+        return "\n".join([text.rstrip("\n"), *requirements, ""])
+    import tomlkit
+
+    document: Any = tomlkit.parse(text)
+    extra = document["project"]["optional-dependencies"][lane.extra or lane.name]
+    one_line = "\n" not in extra.as_string()
+    for each in requirements:
+        (extra.append if one_line else extra.add_line)(each)
+    return tomlkit.dumps(document)
+
+
 def _reached(extras: Mapping[str, Sequence[str]], start: str, project: str) -> list[str]:
     """Return an extra and the extras that it includes, each once."""
     waiting, found = [start], list[str]()

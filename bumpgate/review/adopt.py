@@ -20,8 +20,8 @@ from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision
 from bumpgate.core.gate_file import GateFile
 from bumpgate.env.freeze import changes, fill_store, store_adopted
-from bumpgate.env.lane import LaneContext, lane_lock
-from bumpgate.env.locks import lock_text, read_lock
+from bumpgate.env.lane import LaneContext
+from bumpgate.env.locks import lock_text
 from bumpgate.env.requirements import requirements_file
 from bumpgate.history import adoptions
 from bumpgate.history.adoptions import Adoption, ReviewedFinding
@@ -45,6 +45,7 @@ from bumpgate.review.kernel_wheels import (
     given_up_rows,
     lost_rows,
     moved_declaration,
+    taken_back,
 )
 from bumpgate.review.measured_set import (
     MeasuredSet,
@@ -119,8 +120,9 @@ def command(
         found, binding = _gate(gate, root, named)
         findings = review_of(found, reviewed or [], reason or [], review)
         given_up = tuple(sorted({str(canonicalize_name(name)) for name in without or ()}))
-        check_without(LaneContext(root, found.lane), canonical(found.candidate.packages), given_up)
-        measured = measured_set(root, gate, found, named)
+        lane = LaneContext(root, found.lane)
+        check_without(lane, canonical(found.candidate.packages), given_up)
+        measured = measured_set(lane, gate, found, named)
         made = _adopting(root, gate, found, binding, findings, measured, given_up)
         if dry_run:
             typer.echo(diff(made.edits), nl=False)
@@ -200,11 +202,11 @@ def _gate(path: Path, root: Path, named: Named) -> tuple[GateFile, Binding]:
 
 def _check_adopted(root: Path, path: Path, gate: GateFile) -> None:
     """Raise AdoptionError if the adopted side of the gate was not the lane's adopted set."""
-    lock = lane_lock(root, gate.lane)
-    if not (gate.config.get("python_adopted") and lock.exists()):
+    lane = LaneContext(root, gate.lane)
+    if not gate.config.get("python_adopted") or lane.lock is None:
         return
-    reviewed = load(root / f"baselines/{gate.lane}.json", gate.lane, missing_ok=True)
-    if moved := adopted_differences(read_lock(lock), gate.adopted, reviewed):
+    reviewed = load(lane.baseline_path, gate.lane, missing_ok=True)
+    if moved := adopted_differences(lane.lock, gate.adopted, reviewed):
         raise AdoptionError(
             f"{path} does not compare with the adopted set ({some(moved)}): gate without --python-adopted, or with the"
             f" interpreter that this builds: bumpgate rollback {gate.lane} --no-smoke"
@@ -235,7 +237,7 @@ def _adopting(
     after = {context.lock_path: lock_text(lock), declaration: row}
     required = requirements_file(root, context.declared)  # a guest may declare its lane in the same file
     if (text := after.get(required) or read(required)) is not None:
-        after[required] = moved_requirements(context, text, lock, without)
+        after[required] = moved_requirements(context, text, lock, without, taken_back(context, lock))
     after[context.baseline_path] = file_text(new)
     edits = [
         Edit(p.relative_to(root).as_posix(), before, text)

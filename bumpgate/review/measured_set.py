@@ -27,7 +27,7 @@ from bumpgate.core.rows import Record
 from bumpgate.env.build import resolve
 from bumpgate.env.freeze import changes, fetch, lock_of
 from bumpgate.env.inventory import content_of, version_of
-from bumpgate.env.lane import LaneContext, lane_request
+from bumpgate.env.lane import LaneContext
 from bumpgate.env.links import Offer, offers
 from bumpgate.env.locks import Lock, Wheel
 from bumpgate.env.request import Request
@@ -85,7 +85,7 @@ def check_named(path: Path, gate: GateFile, named: Named) -> None:
             )
 
 
-def measured_set(root: Path, path: Path, gate: GateFile, named: Named) -> MeasuredSet:
+def measured_set(lane: LaneContext, path: Path, gate: GateFile, named: Named) -> MeasuredSet:
     """Return the set that a gate measured.
 
     Raises AdoptionError (one line) if it cannot be known, or the set of the named requirement is another one;
@@ -95,7 +95,7 @@ def measured_set(root: Path, path: Path, gate: GateFile, named: Named) -> Measur
     assert record is not None
     python = ".".join(str(record.provenance.get("python")).split(".")[:2])
     if gate.config.get("python_candidate"):
-        return _of_interpreter(root, path, gate, named, python)
+        return _of_interpreter(lane, path, gate, named, python)
     resolution = path.parent / "candidate.pylock.toml"
     resolved = read(resolution)
     if resolved is None:
@@ -173,15 +173,15 @@ def some(lines: Sequence[str]) -> str:
     return f"{', '.join(lines[:SHOWN])}{more}"
 
 
-def _of_interpreter(root: Path, path: Path, gate: GateFile, named: Named, python: str) -> MeasuredSet:
-    request = lane_request(root, gate.lane, named.candidate, index=named.index, find_links=named.find_links)
+def _of_interpreter(lane: LaneContext, path: Path, gate: GateFile, named: Named, python: str) -> MeasuredSet:
+    request = lane.request(named.candidate, index=named.index, find_links=named.find_links)
     if request.python != python:
         raise AdoptionError(
             f"{path}: the candidate ran Python {python}, and the set of lane {gate.lane} is for {request.python}:"
             f" gate an interpreter of Python {request.python}"
         )
-    files = _kernel_files(root, gate, named.find_links)
-    resolved = resolve(_with_files(request, LaneContext(root, gate.lane).known_kernel_wheels, files))
+    files = _kernel_files(lane, gate, named.find_links)
+    resolved = resolve(_with_files(request, lane.known_kernel_wheels, files))
     lock, sources = lock_of("pylock.toml", resolved, python)
     for package in lock.packages:
         if path_of := files.get(package.name):
@@ -244,10 +244,10 @@ def _unlocked(path: Path, gate: GateFile, lock: Lock, again: str) -> dict[str, s
     return found
 
 
-def _kernel_files(root: Path, gate: GateFile, find_links: Sequence[str]) -> dict[str, Path]:
+def _kernel_files(lane: LaneContext, gate: GateFile, find_links: Sequence[str]) -> dict[str, Path]:
     """Return the file of each kernel wheel of the lane that the interpreter had."""
     have = canonical(gate.candidate.packages)
-    names = [name for name in LaneContext(root, gate.lane).known_kernel_wheels if name in have]
+    names = [name for name in lane.known_kernel_wheels if name in have]
     offered = offers(find_links) if names else []
     return {name: _measured_file(gate, name, have[name], offered) for name in names}
 

@@ -6,25 +6,30 @@ from collections.abc import Collection
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from bumpgate.core import lanes
 from bumpgate.core.toml import tomllib
 from bumpgate.env.lane import LaneContext
 from bumpgate.env.locks import Lock
-from bumpgate.env.requirements import Pins, keeps, pinned, places, requirements_file
+from bumpgate.env.requirements import Pins, keeps, pinned, places, requirements_file, with_more
 from bumpgate.process.file_transaction import AdoptionError
 
 
-def moved_requirements(lane: LaneContext, text: str, lock: Lock, without: Collection[str] = ()) -> str:
+def moved_requirements(
+    lane: LaneContext, text: str, lock: Lock, without: Collection[str] = (), back: Collection[str] = ()
+) -> str:
     """Return the text of the lane's requirements file with the pins of the set.
 
     without: kernel wheels that the lane gives up, whose requirements are dropped.
+    back: kernel wheels that it takes back, which are required again.
     Raises AdoptionError (one line) if a requirement that contradicts the set would remain, or if the lock of another
     lane needs a pin that would change.
     """
     pins = Pins(lock, without)
     _check_others(lane, text, pins)
-    new = pinned(lane.declared, text, pins)
+    more = [f"{name}=={Version(lock.versions[name]).public}" for name in sorted(back)]
+    new = with_more(lane.declared, pinned(lane.declared, text, pins), more)
     found = places(lane.declared, new)
     if not lane.declared.requirements and lanes.is_foreign(lane.root):
         own = tomllib.loads(new).get("project", {}).get("dependencies", ())

@@ -15,7 +15,7 @@ from bumpgate.core.errors import BumpgateError, RefusedError
 from bumpgate.env import store
 from bumpgate.env.build import Environment, build, release
 from bumpgate.env.cached import discard
-from bumpgate.env.lane import LaneContext, lane_lock
+from bumpgate.env.lane import LaneContext
 from bumpgate.env.locks import Lock, read_lock
 from bumpgate.env.request import RUNNING, Request, request_key
 from bumpgate.env.store import StoreError
@@ -55,7 +55,9 @@ def command(
         _undo(root, lane)
     undone = not lock and lane in adoptions.load(root).unverified
     try:
-        typer.echo(_restored(root, lane, lock or lane_lock(root, lane), smoke=smoke, undone=undone))
+        typer.echo(
+            _restored(root, lane, lock or LaneContext(root, lane).lock_path, smoke=smoke, undone=undone)
+        )
     except BaseException:
         if undone:
             again = f"finish it with: bumpgate rollback {lane}"

@@ -59,14 +59,16 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def moved(root: Path, name: str, *without: str, lock: Lock | None = None) -> dict[str, str]:
+def moved(
+    root: Path, name: str, *without: str, lock: Lock | None = None, back: tuple[str, ...] = ()
+) -> dict[str, str]:
     """Return the changed file of a lane's requirements, and its new text."""
     lane = LaneContext(root, name)
     path = requirements_file(root, lane.declared)
     if not path.exists():
         return {}
     old = path.read_bytes().decode()
-    new = moved_requirements(lane, old, lock or lock_of(NEW), without)
+    new = moved_requirements(lane, old, lock or lock_of(NEW), without, back)
     return {path.relative_to(root).as_posix(): new} if new != old else {}
 
 
@@ -80,6 +82,16 @@ def test_requirements_file_moves_and_keeps_its_comments(root: Path) -> None:
     assert moved(root, "files") == {"requirements.txt": REQUIREMENTS.replace("2.11.0", "2.15.0")}
     without = {"requirements.txt": "# The set.\r\ntorch==2.15.0  # reviewed\r\n"}
     assert moved(root, "files", "flash-attn") == without
+
+
+def test_package_that_is_taken_back_is_required_again(root: Path) -> None:
+    """Without the local label of its build; on a line of its own if the others have one."""
+    new = lock_of({"torch": "2.15.0", "fast": "1.0+cu130"})
+    (text,) = moved(root, "files", lock=new, back=("fast",)).values()
+    assert text.endswith("flash-attn==2.8.3\r\nfast==1.0\n")
+    (text,) = moved(root, "cpu", lock=new, back=("fast",)).values()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    assert [name for name in extras if "fast==1.0" in extras[name]] == ["testing"]
 
 
 @pytest.mark.parametrize("text", [None, "", "[tool.x]\n", '[project]\nname = "mine"\n'])
