@@ -11,7 +11,7 @@ from suites.compile.expectations import expected
 from suites.support.hybrids import token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
 
-INSTRUMENTS = ("graphs", "recompiles")
+INSTRUMENTS = ("graphs", "graph_breaks", "recompiles")
 
 
 @lanes("cpu", "h200")
