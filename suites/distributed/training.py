@@ -30,6 +30,7 @@ from launch.dist import model_parallel, parallel
 from launch.dist.ranks import Layout, Ranks
 from launch.dist.shards import whole
 from launch.environment import RUN, child_environment, run_caches, seed_caches
+from launch.outputs import Files
 from launch.train import Trainer, TrainingPlan
 from launch.warmup import WarmUp
 from model import preset
@@ -218,8 +219,8 @@ def resumed(ranks: Ranks, division: str, place: str) -> dict[str, Any]:
     plan = TrainingPlan(STEPS, policy="eager", optimizer="muon", warmup=1)
     folder = Path(place, f"{division}-{ranks.rank}")
     folder.mkdir()
-    written = {"checkpoint": folder / "state.pt", "log": folder / "log.jsonl"}
-    run = trainer(ranks, plan, division, **written)
+    written = Files(folder / "state.pt", folder / "log.jsonl")
+    run = trainer(ranks, plan, division, files=written)
     run.run(until=SAVED)
     saved = Path(place, f"{division}.pt")
     if run.writes:
@@ -227,12 +228,12 @@ def resumed(ranks: Ranks, division: str, place: str) -> dict[str, Any]:
     ranks.meet()
     run.run()
     weights = whole(run.model.state_dict())
-    again = trainer(ranks, plan, division, checkpoint=saved)
+    again = trainer(ranks, plan, division, files=Files(saved))
     again.resume()
     again.checkpoint = None  # the file is shared by the ranks of this test, and still to be read
     again.run()
     ranks.meet()
-    alone = trainer(ranks, plan, division, alone=True, checkpoint=saved)
+    alone = trainer(ranks, plan, division, alone=True, files=Files(saved))
     alone.resume()
     alone.checkpoint = None
     alone.run()
@@ -243,7 +244,7 @@ def resumed(ranks: Ranks, division: str, place: str) -> dict[str, Any]:
         "alone": alone.losses,
         "weights": apart(whole(again.model.state_dict()), weights),
         "weights_alone": apart(alone.model.state_dict(), weights),
-        "steps_logged": len(written["log"].read_text().splitlines()) if run.writes else 0,
+        "steps_logged": len(written.log.read_text().splitlines()) if run.writes else 0,
     }
 
 

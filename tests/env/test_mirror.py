@@ -23,6 +23,7 @@ from bumpgate.env.mirror import Mirror, mirror_root
 from bumpgate.env.request import RUNNING
 from bumpgate.env.store import sha256_of
 from bumpgate.gate import command as gate
+from bumpgate.gate.options import RunOptions
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
 from tests.support.loopback import Loopback
 from tests.support.reports import bumpgate
@@ -255,10 +256,10 @@ def test_bisect_and_gate_install_mirrored_nights(
     assert bumpgate(monkeypatch, "bisect", "--store", store, *links, *ends, *judge) == 0
     assert "first bad   torch 2.15.0.dev20261103" in capsys.readouterr().out
 
-    def places(config: object, view: object, root: object, sources: dict[str, object], new: bool) -> None:
-        raise BumpgateError(f"install from {sources['find_links']}")
+    def places(config: object, root: object, view: object, how: RunOptions) -> None:
+        raise BumpgateError(f"install from {how.find_links}")
 
-    monkeypatch.setattr(gate, "_env_specs", places)
+    monkeypatch.setattr(gate, "environments", places)
     monkeypatch.chdir(ROOT)
     for folder, words in (
         (store, f"install from ('{mirror_root()}',)"),

@@ -75,12 +75,18 @@ def test_lane_runs_only_with_its_device(project: Project) -> None:
     project.tests(body)
     project.write("torch_xla/__init__.py", "raise ImportError('no libtpu')")
     refuses(project.pytest("-m", "h200"), "no NVIDIA H200", "has no attribute 'cuda'")
-    refuses(project.pytest("-m", "v6e"), "no torch_xla", "pip install", "no libtpu")
+    refuses(project.pytest("-m", "v6e"), "no torch_xla", "bumpgate lanes install v6e", "no libtpu")
     project.write("torch/__init__.py", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     refuses(project.pytest("-m", "h200"), "the probe ended with -11")
-    project.write("torch/__init__.py", "class cuda:\n    get_device_name = lambda _: 'NVIDIA H100'\n")
+    project.write(
+        "torch/__init__.py",
+        "class cuda:\n    get_device_name, get_device_capability = lambda _: 'NVIDIA H100', lambda _: (9, 0)\n",
+    )
     refuses(project.pytest("-m", "h200"), "the device is 'NVIDIA H100'")
-    project.write("torch/__init__.py", "class cuda:\n    get_device_name = lambda _: 'NVIDIA H200'\n")
+    project.write(
+        "torch/__init__.py",
+        "class cuda:\n    get_device_name, get_device_capability = lambda _: 'NVIDIA H200', lambda _: (9, 0)\n",
+    )
     assert project.pytest("-m", "h200", "-n", "0").code == 1
     assert project.verdicts() == {"good": "MISSING"}
     assert project.record().provenance["device"] == "NVIDIA H200"
@@ -143,7 +149,10 @@ def test_timed(i, worker_id, lane, exclusive_machine):
 def test_workers_of_a_lane_are_spread_over_the_gpus(project: Project, visible: str, gpus: int) -> None:
     """Timed tests run one at a time on each GPU, at the same time on different ones, and after all others."""
     project.tests(ON_GPUS.replace("GPUS", str(gpus)))
-    project.write("torch/__init__.py", "class cuda:\n    get_device_name = lambda _: 'NVIDIA H200'\n")
+    project.write(
+        "torch/__init__.py",
+        "class cuda:\n    get_device_name, get_device_capability = lambda _: 'NVIDIA H200', lambda _: (9, 0)\n",
+    )
     project.pytest("-m", "h200", "-n", "4", CUDA_VISIBLE_DEVICES=visible, TMPDIR=str(project.root))
     lines = [line.split() for line in (project.root / "log").read_text().splitlines()]
     assert len(lines) == 8 + 2 * 4, lines
@@ -186,7 +195,10 @@ def test_timed(i, lane, exclusive_machine):
 def test_runs_that_fill_caches_share_a_gpu(project: Project, untimed: bool) -> None:
     """Two processes of a share with a timed test each: at once if nothing uses their times, else in turn."""
     project.tests(WAITING)
-    project.write("torch/__init__.py", "class cuda:\n    get_device_name = lambda _: 'NVIDIA H200'\n")
+    project.write(
+        "torch/__init__.py",
+        "class cuda:\n    get_device_name, get_device_capability = lambda _: 'NVIDIA H200', lambda _: (9, 0)\n",
+    )
     own = {PARENT: str(os.getpid()), "BUMPGATE_SHARE": "[]", **({"BUMPGATE_UNTIMED": "1"} if untimed else {})}
     place = {"CUDA_VISIBLE_DEVICES": "3", "TMPDIR": str(project.root)}
     test = "suites/compile/test_a.py::test_timed"

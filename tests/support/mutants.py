@@ -117,7 +117,7 @@ MUTANTS = (
         ),
         "suites/kernels/test_moe_combine.py::test_error_before_the_cast_is_that_of_fp32[cancelling-cpu]",
         "kernels/moe_combine-cpu-cancelling/error_before_cast",
-        ("C33", "kernels/moe_combine"),
+        ("C33",),
     ),
     Mutant(
         "nan_in_the_gradients_after_the_first",
