@@ -51,8 +51,8 @@ def test_documented_examples_can_be_reviewed(foreign: Foreign) -> None:
 
 
 def test_documented_schema_is_current() -> None:
-    assert RECORD_SCHEMA == GATE_SCHEMA
-    assert f'`record.json` and `gate.json` state `"schema": {GATE_SCHEMA}`' in DOCUMENT
+    assert f'`record.json` states `"schema": {RECORD_SCHEMA}`' in DOCUMENT
+    assert f'`gate.json` states `"schema": {GATE_SCHEMA}`' in DOCUMENT
     assert f'`baselines/*.json` state `"schema": {SCHEMA}`' in DOCUMENT
 
 
