@@ -290,10 +290,17 @@ gpu_state.LOCKS = Path.cwd()
 """
 
 
+CUDA = """
+class cuda:
+    get_device_name = lambda index: "NVIDIA H200"
+    get_device_capability = lambda index: (9, 0)
+"""
+
+
 def lane_project(project: Project, lane: str) -> None:
     """The fixtures of suites/conftest.py, a fake torch that sees an H200, and two reviewed rows."""
     project.write("suites/conftest.py", (REPO / "suites/conftest.py").read_text())
-    project.write("torch/__init__.py", "class cuda:\n    get_device_name = lambda index: 'NVIDIA H200'\n")
+    project.write("torch/__init__.py", CUDA)
     project.tests(BODY.replace("LANE", lane))
     test = f"suites/compile/test_a.py::test_time[{lane}]"
     rows = {
