@@ -11,8 +11,8 @@ from suites.throughput.full_size import one_of_each_kind
 
 def test_median_interval_of_few_and_many_samples() -> None:
     """The 99 % interval of a median by the binomial distribution."""
-    assert gpu_timing.median([8, 1, 7, 2, 6, 3, 5, 4]) == (4.5, 1, 8)
-    assert gpu_timing.median(range(20)) == (9.5, 4, 16)
+    assert gpu_timing.median([8, 1, 7, 2, 6, 3, 5, 4])[:3] == (4.5, 1, 8)
+    assert gpu_timing.median(range(20))[:3] == (9.5, 4, 16)
 
 
 def test_compared_calls_alternate(monkeypatch: pytest.MonkeyPatch) -> None:

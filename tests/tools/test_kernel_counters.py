@@ -134,7 +134,7 @@ def test_machine_without_a_gpu_and_unknown_cases_are_one_line(
     assert (kernel_counters.main([]), kernel_peers.main([])) == (3, 3)
     assert capsys.readouterr().err == f"{kernel_counters.NO_GPU}\n" * 2
     assert kernel_counters.main(["mla-P9"]) == 2
-    assert capsys.readouterr().err.startswith("unknown case 'mla-P9'; cases: causal_conv1d-D3584, ")
+    assert capsys.readouterr().err.startswith("unknown case 'mla-P9'; cases: attention-P128-softcap30, ")
 
 
 def test_fastest_implementation_is_bold() -> None:
