@@ -19,7 +19,7 @@ from tests.support.tree import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 ACTION = ROOT / "action.yml"
-PINNED = re.compile(r"(\./|[\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+)$")
+PINNED = re.compile(r"(\./( # zizmor: .*)?|[\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+)$")
 UNTRUSTED = re.compile(r"\$\{\{[^}]*(inputs|github\.event|matrix\.test|needs)\b[^}]*\}\}")
 
 
@@ -39,8 +39,8 @@ def script(workflow: str, name: str) -> str:
     return found
 
 
-def test_four_workflows_and_the_action_exist() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["bisect", "mutation", "nightly", "pull_request"]
+def test_three_workflows_and_the_action_exist() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["mutation", "nightly", "pull_request"]
     assert ACTION.is_file()
 
 
@@ -90,10 +90,8 @@ def a_gate(folder: Path, lane: str, decision: str, **changes: object) -> None:
 
 
 def every_lane(folder: Path) -> tuple[int, str]:
-    raw = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]["every-lane"]
-    (step,) = (s for s in raw["steps"] if "run" in s)
     done = subprocess.run(
-        ["bash", "-e", "-o", "pipefail", "-c", step["run"]],
+        ["bash", "-e", "-o", "pipefail", "-c", script("nightly.yml", "Every lane reported, and adopts")],
         cwd=folder,
         env=os.environ | {"LANES": " ".join(LANES)},
         capture_output=True,
@@ -105,7 +103,7 @@ def every_lane(folder: Path) -> tuple[int, str]:
 def test_nightly_is_green_if_every_lane_adopts(tmp_path: Path) -> None:
     raw = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]
     assert raw["gate"]["strategy"]["matrix"]["lane"] == "${{ fromJSON(needs.lanes.outputs.names) }}"
-    assert "bumpgate lanes --json" in script("nightly.yml", "List the lanes")
+    assert 'bumpgate" lanes --json' in script("nightly.yml", "List the lanes")
     assert raw["every-lane"]["if"] == "always()"
     assert raw["every-lane"]["needs"] == ["lanes", "gate"]
     for lane in LANES:
@@ -138,13 +136,97 @@ def test_red_nightly_bisects_the_held_findings(tmp_path: Path) -> None:
     a_gate(tmp_path, "v6e", "ADOPT")
     output = tmp_path / "output"
     subprocess.run(
-        ["bash", "-e", "-c", script("bisect.yml", "What each lane holds back for")],
+        ["bash", "-e", "-c", script("nightly.yml", "What each lane holds back for")],
         cwd=tmp_path,
         env=os.environ | {"GITHUB_OUTPUT": str(output)},
         check=True,
     )
     name, _, found = output.read_text().strip().partition("=")
-    assert name == "found"
+    assert name == "held"
     assert json.loads(found) == [
         {"lane": "cpu", "good": "2.13.0", "bad": "2.14.0", "test": "suites/a.py::t[x y]"}
     ]
+
+
+STUB = """#!/usr/bin/env bash
+echo "$(basename "$0") $*" >> "$LOG"
+case "$(basename "$0") $1" in
+  "bumpgate versions") printf '2.13.0  2026-05-01\\n2.14.0  2026-07-01\\n2.14.1  2026-08-01  yanked\\n' ;;
+  "bumpgate gate") mkdir -p bumpgate-mine && echo '{}' > bumpgate-mine/gate.json; exit "${CODE:-0}" ;;
+  "bumpgate report") echo "HOLD: torch 2.14.0" > bumpgate-mine/gate.md ;;
+  "gh api") [[ "$*" == *--paginate* ]] && cat "$COMMENTS"; exit 0 ;;
+esac
+"""
+
+
+def use_action(folder: Path, *, comments: str = "", code: int = 0, **inputs: str) -> tuple[str, str]:
+    """Run the scripts of the action in a foreign repository, with stubs. Return the calls and the outputs."""
+    tools = folder / "temp" / "bumpgate" / "bin"
+    tools.mkdir(parents=True)
+    for name in ("bumpgate", "gh"):
+        (tools / name).write_text(STUB)
+        (tools / name).chmod(0o755)
+    (folder / "comments").write_text(comments)
+    outputs, log = folder / "outputs", folder / "log"
+    outputs.touch()
+    values = {
+        "lane": "mine",
+        "candidate": "",
+        "nightly": "false",
+        "selection": "",
+        "budget": "",
+        "token": "t",
+    }
+    values |= inputs
+    given = {f"inputs.{name.replace('_', '-')}": value for name, value in values.items()}
+    given |= {"runner.temp": str(folder / "temp"), "github.repository": "o/r"}
+    for step in steps(ACTION):
+        if "run" not in step or step["name"] == "Install the controller":
+            continue
+        known = dict(line.split("=", 1) for line in outputs.read_text().splitlines())
+        given |= {f"steps.{id}.outputs.{name}": v for id in ("choose", "gate") for name, v in known.items()}
+        given["github.event.pull_request.number"] = "7"
+        variables = dict(step.get("env", {}))
+        for name, value in given.items():
+            variables = {k: v.replace(f"${{{{ {name} }}}}", value) for k, v in variables.items()}
+        if step["name"] == "Gate":
+            variables["CODE"] = str(code)
+        done = subprocess.run(
+            ["bash", "-e", "-o", "pipefail", "-c", step["run"]],
+            cwd=folder,
+            env=os.environ
+            | {"GITHUB_OUTPUT": str(outputs), "GITHUB_STEP_SUMMARY": str(folder / "summary")}
+            | {"RUNNER_TEMP": str(folder / "temp"), "LOG": str(log), "COMMENTS": str(folder / "comments")}
+            | {"PATH": f"{tools}:{os.environ['PATH']}"}
+            | variables,
+        )
+        assert done.returncode == (code if step["name"] == "Verdict" else 0), step["name"]
+    return log.read_text(), outputs.read_text()
+
+
+def test_action_gates_the_newest_release_and_comments_once(tmp_path: Path) -> None:
+    calls, outputs = use_action(tmp_path, code=1, budget="20", selection="tests/a.py -k 'x y'")
+    assert "bumpgate versions torch\n" in calls
+    gate = (
+        "bumpgate gate --lane mine --candidate torch==2.14.0 --out bumpgate-mine --anchor history --budget 20"
+    )
+    assert f"{gate} -- tests/a.py -k x y\n" in calls
+    assert "decision=HOLD" in outputs
+    assert "gh api --silent --method POST repos/o/r/issues/7/comments -F body=@" in calls
+    comment = (tmp_path / "temp" / "comment.md").read_text()
+    assert comment == "<!-- bumpgate mine -->\nHOLD: torch 2.14.0\n"
+    assert (tmp_path / "summary").read_text() == "HOLD: torch 2.14.0\n"
+
+
+def test_action_updates_its_comment(tmp_path: Path) -> None:
+    calls, _ = use_action(tmp_path, comments="41\n42\n", candidate="torch==2.15.0", nightly="true")
+    assert "bumpgate versions" not in calls
+    assert "gh api --silent --method PATCH repos/o/r/issues/comments/41 -F body=@" in calls
+    assert "POST" not in calls
+
+
+def test_action_can_list_nightlies_and_installs_from_its_own_files(tmp_path: Path) -> None:
+    calls, _ = use_action(tmp_path, nightly="true")
+    assert "bumpgate versions torch --pre\n" in calls
+    (install,) = (s["run"] for s in steps(ACTION) if s.get("name") == "Install the controller")
+    assert '"$GITHUB_ACTION_PATH[report]"' in install
