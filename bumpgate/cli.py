@@ -9,6 +9,7 @@ import gc
 import io
 import sys
 import traceback
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module, metadata
 from typing import Annotated, Any, NoReturn
 
@@ -16,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from bumpgate.core.errors import BumpgateError, RefusedError
+from bumpgate.core.text import printable, redacted
 
 SETTINGS: dict[str, Any] = {
     "add_completion": False,
@@ -96,15 +98,33 @@ def bumpgate(
         raise BumpgateError("name a command; see bumpgate --help")
 
 
+class Screen:
+    """A stream of text without secrets and, unless it is a terminal, without control characters."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that is not UTF-8 can be printed
+
+    def write(self, text: str) -> Any:
+        text = redacted(text)
+        return self._stream.write(text if self._stream.isatty() else printable(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def main() -> None:
     """Entry point. Errors that a user can fix are printed as one line on stderr, never as a traceback."""
     if sys.flags.optimize:
         _fail("bumpgate: PYTHONOPTIMIZE or -O removes checks that are assert statements: leave it out", 4)
     # A command ends soon and builds long lists of rows: collecting garbage took a fifth of the report of 10,000 rows.
     gc.set_threshold(100_000, 20, 100)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name that is not UTF-8 can be printed
+    with redirect_stdout(Screen(sys.stdout)), redirect_stderr(Screen(sys.stderr)):
+        _main()
+
+
+def _main() -> NoReturn:
     try:
         sys.exit(app(prog_name="bumpgate", standalone_mode=False) or 0)
     except RefusedError as refusal:
@@ -126,7 +146,7 @@ def main() -> None:
 
 
 def _fail(text: str, code: int) -> NoReturn:
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)
     sys.exit(code)
 
 

@@ -17,6 +17,7 @@ from bumpgate.core.errors import one_line
 from bumpgate.core.outcomes import SKIPPED, is_skipped
 from bumpgate.core.rows import Judgement, Record, Value, Verdict, is_number
 from bumpgate.core.rules import places, sentence
+from bumpgate.core.text import printable, redacted
 
 STYLE = {
     Verdict.REGRESSION: "bold red",
@@ -54,6 +55,7 @@ def verdict_table(record: Record, where: str, *, verbose: bool = False, terminal
     if passed and not verbose:
         counts = ", ".join(f"{suite} {n}" for suite, n in sorted(passed.items()))
         entries.append((Verdict.PASS.value, STYLE[Verdict.PASS], counts, ""))
+    entries = [(label, style, printable(redacted(text)), command) for label, style, text, command in entries]
     body = _coloured(entries, terminal) if terminal else _plain(entries)
     return f"{body}record: {where}\n{summary(record)}"
 

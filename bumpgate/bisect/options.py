@@ -25,12 +25,12 @@ from bumpgate.bisect.timed_probe import TimedTest
 from bumpgate.core import lanes
 from bumpgate.core.baseline import find_root, tier
 from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.text import redacted
 from bumpgate.env.build import Environment, build
 from bumpgate.env.cached import Disk
 from bumpgate.env.lane import lane_request
 from bumpgate.env.mirror import copies
 from bumpgate.env.request import RUNNING, Request
-from bumpgate.env.uv import public_url
 from bumpgate.env.versions import versions
 from bumpgate.process.child import require_syntax
 from bumpgate.wheels.fitting import Fitter, missing
@@ -188,7 +188,7 @@ class Options:
             "--package": self.package,
             "--good": self.good,
             "--bad": self.bad,
-            "--index": public_url(self.index or ""),
+            "--index": redacted(self.index or ""),
             "--environments": self.environments,
             "--command": self.command,
             "--timeout": self.timeout,
@@ -203,7 +203,7 @@ class Options:
             if value not in (None, "")
             for part in (option, f"{value:g}" if isinstance(value, float) else str(value))
         ]
-        parts += [part for place in self.find_links for part in ("--find-links", public_url(place))]
+        parts += [part for place in self.find_links for part in ("--find-links", redacted(place))]
         parts += [part for requirement in self.extra for part in ("--with", requirement)]
         parts += ["--find-fix"] if self.find_fix else []
         return (*parts, *(["--", *self.selection] if self.selection and not self.from_gate else []))

@@ -1,7 +1,4 @@
-"""Base exceptions, one-line messages, and text that UTF-8 can encode.
-
-A byte of a file name or variable that is not UTF-8 is a lone surrogate in a string.
-"""
+"""Base exceptions, one-line messages, and JSON whose texts can be printed."""
 
 from __future__ import annotations
 
@@ -11,8 +8,10 @@ import re
 from types import ModuleType
 from typing import Any
 
-LONE = re.compile("[\ud800-\udfff]")
-ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
+from bumpgate.core.text import UNPRINTABLE, printable, redacted
+
+# Escapes of JSON that may stand for an unprintable character.
+ESCAPED = re.compile(r"\\[bfr]|\\u(?:00[01789]|20[0-6]|[dD][89a-fA-F])")
 
 
 class BumpgateError(ValueError):
@@ -49,27 +48,29 @@ def text_lines(text: str) -> list[str]:
 
 
 def one_line(text: object, width: int = 300) -> str:
-    """Reduce arbitrary text to one line of at most `width` characters."""
-    line = " ".join(str(text).split())
+    """Reduce arbitrary text to one printable line of at most `width` characters, without secrets."""
+    line = printable(" ".join(redacted(str(text)).split()))
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
-def encodable(text: str) -> str:
-    """Return the text with each lone surrogate as its escape, so that it can be printed, written and stored."""
-    return LONE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
 def loads(text: str | bytes) -> Any:
-    """Parse JSON, and make all of its texts encodable."""
+    """Parse JSON, and make all of its texts printable."""
     raw = json.loads(text)
-    if not ESCAPED.search(text if isinstance(text, str) else text.decode("latin-1")):
-        return raw
-    plain = json.dumps(raw, ensure_ascii=False)  # a surrogate is outside of ASCII, so only texts have one
-    return json.loads(LONE.sub(lambda found: f"\\\\u{ord(found[0]):04x}", plain))
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "replace")
+    return _printable(raw) if ESCAPED.search(text) or UNPRINTABLE.search(text) else raw
+
+
+def _printable(raw: Any) -> Any:
+    if isinstance(raw, dict):
+        return {printable(name): _printable(value) for name, value in raw.items()}
+    if isinstance(raw, list):
+        return [_printable(value) for value in raw]
+    return printable(raw) if isinstance(raw, str) else raw
 
 
 def is_line(text: object) -> bool:
-    """Return whether a value is one line of text that UTF-8 can encode."""
-    if not isinstance(text, str) or LONE.search(text):
+    """Return whether a value is one line of printable text."""
+    if not isinstance(text, str) or UNPRINTABLE.search(text):
         return False
     return bool(text.strip()) and len(text.splitlines()) == 1

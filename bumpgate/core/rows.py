@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 
 from bumpgate.core import kernel_code
 from bumpgate.core.errors import BumpgateError, loads, one_line
+from bumpgate.core.text import redacted
 
 SCHEMA = 1
 # Of record.json. Schema 1, in which a problem was a line of text, can still be read.
@@ -329,7 +330,7 @@ def write_record(
     complete: bool = True,
     problems: Iterable[Problem] = (),
 ) -> Record:
-    """Write record.json atomically, rows sorted by id."""
+    """Write record.json atomically, rows sorted by id, without secrets."""
     ordered = tuple(sorted(judgements, key=lambda j: j.row.id))
     record = Record(provenance, ordered, complete, tuple(problems))
     raw = {
@@ -339,7 +340,7 @@ def write_record(
         "problems": [problem.to_json() for problem in record.problems],
         "rows": [j.to_json() for j in record.judgements],
     }
-    write_atomic(path, json.dumps(raw, indent=1, allow_nan=False) + "\n")
+    write_atomic(path, redacted(json.dumps(raw, indent=1, allow_nan=False)) + "\n")
     return record
 
 

@@ -20,13 +20,14 @@ from bumpgate.core import lanes as declared
 from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.rows import write_atomic
+from bumpgate.core.text import redacted
 from bumpgate.env import store
 from bumpgate.env.build import resolve
 from bumpgate.env.lane import LaneContext
 from bumpgate.env.locks import Lock, Locked, LockError, Wheel, parse_lock, write_lock
 from bumpgate.env.requirements import Pins, requirements_file
 from bumpgate.env.requirements import pinned as with_pins
-from bumpgate.env.uv import http_options, local_path, public_url
+from bumpgate.env.uv import http_options, local_path
 from bumpgate.env.versions import tag_ranks
 
 
@@ -172,7 +173,7 @@ def blocks(place: str) -> Iterator[bytes]:
             answer.raise_for_status()
             yield from answer.iter_content(1 << 20)
     except requests.RequestException as error:
-        raise BumpgateError(f"{public_url(place)} cannot be fetched: {one_line(error, 120)}") from None
+        raise BumpgateError(f"{redacted(place)} cannot be fetched: {one_line(error, 120)}") from None
 
 
 def pinned_requirements(lane: LaneContext, lock: Lock) -> dict[Path, str]:

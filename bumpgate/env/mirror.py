@@ -26,9 +26,10 @@ from packaging.version import InvalidVersion, Version
 
 from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.rows import write_atomic
+from bumpgate.core.text import redacted
 from bumpgate.env.request import RUNNING
 from bumpgate.env.store import SUMS, sha256_of, store_root
-from bumpgate.env.uv import http_options, public_url
+from bumpgate.env.uv import http_options
 from bumpgate.env.versions import (
     FoundVersion,
     UnreachableError,
@@ -224,11 +225,11 @@ def _of_urls(urls: Iterable[str], package: str, python: str) -> dict[str, list[F
         try:
             name, version, _, tags = parse_wheel_filename(unquote(parts.path.rsplit("/", 1)[-1]))
         except (InvalidWheelFilename, InvalidVersion):
-            raise MirrorError(f"--url {public_url(url)}: not the URL of a wheel") from None
+            raise MirrorError(f"--url {redacted(url)}: not the URL of a wheel") from None
         if tags.isdisjoint(tag_ranks(python)):
-            raise MirrorError(f"--url {public_url(url)}: not a wheel for Python {python} on this platform")
+            raise MirrorError(f"--url {redacted(url)}: not a wheel for Python {python} on this platform")
         if name == canonicalize_name(package) and build_day(str(version)) is None:
-            raise MirrorError(f"--url {public_url(url)}: not a nightly: no day in its version")
+            raise MirrorError(f"--url {redacted(url)}: not a nightly: no day in its version")
         digest = parts.fragment.removeprefix("sha256=") if parts.fragment.startswith("sha256=") else ""
         out.setdefault(name, []).append(
             FoundVersion(str(version), build_day(str(version)), None, url, digest.lower())
@@ -347,7 +348,7 @@ def _fetch(mirror: Mirror, name: str, found: FoundVersion, day: date) -> None:
     except requests.RequestException as error:
         reason = getattr(error.response, "status_code", None) or type(error).__name__
         raise MirrorError(
-            f"{public_url(found.url)}: cannot be copied ({reason}); the next call continues"
+            f"{redacted(found.url)}: cannot be copied ({reason}); the next call continues"
         ) from None
     except OSError as error:
         raise MirrorError(f"{partial}: {error.strerror}; the next call continues") from None

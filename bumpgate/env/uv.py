@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from bumpgate.core.errors import BumpgateError
+from bumpgate.core.text import redacted
 from bumpgate.process.child import LoggedChild, run_children
 from bumpgate.process.home import home
 
@@ -113,11 +113,6 @@ def deciding_files(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return found
 
 
-def public_url(url: str) -> str:
-    """Return a URL without user name and password, for messages."""
-    return re.sub(r"(?<=//)[^/@]*@", "", url)
-
-
 def local_path(place: str) -> Path | None:
     """Return the path of a file or folder that is named by its path or by a file URL; None for any other URL."""
     if place.startswith("file://"):
@@ -158,5 +153,5 @@ def run_uv(
     finally:
         part.unlink(missing_ok=True)
     with log.open("a", encoding="utf-8") as f:
-        f.write(f"$ uv {' '.join(command[1:])}\n{output}[exit {code}]\n")
-    return code, output
+        f.write(redacted(f"$ uv {' '.join(command[1:])}\n{output}[exit {code}]\n"))
+    return code, redacted(output)

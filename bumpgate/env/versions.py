@@ -23,9 +23,10 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from packaging.version import InvalidVersion, Version
 
 from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.text import redacted
 from bumpgate.env import store
 from bumpgate.env.request import RUNNING
-from bumpgate.env.uv import host_settings, http_options, local_path, public_url
+from bumpgate.env.uv import host_settings, http_options, local_path
 
 if TYPE_CHECKING:
     import requests
@@ -258,7 +259,7 @@ def _answer(url: str, accept: str) -> Iterator[requests.Response]:
             UnsupportedRepoVersionError,
             ValueError,
         ) as error:
-            raise UnreachableError(f"{public_url(url)} does not answer: {_why(error)}") from None
+            raise UnreachableError(f"{redacted(url)} does not answer: {_why(error)}") from None
 
 
 def _linked(html: bytes, base: str, package: str | None = None) -> list[DistributionPackage]:

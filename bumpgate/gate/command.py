@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +22,7 @@ from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import BumpgateError, ExtraMissingError
 from bumpgate.core.findings import Decision, DriftReading
 from bumpgate.core.gate_file import GateFile
+from bumpgate.core.text import redacted
 from bumpgate.env.cached import Disk
 from bumpgate.env.mirror import copies
 from bumpgate.gate import drift, metrics, state
@@ -147,7 +149,9 @@ def _run(config: GateConfig, how: RunOptions) -> None:
     require_usable(config, root)
     lane = lanes.require(root, config.lane)
     chosen = selected_gpus(how.gpus, lane)
-    place = how.out or root / "build" / "gate" / f"{lane.name}-{_slug(config.candidate or 'python')}"
+    place = (
+        how.out or root / "build" / "gate" / f"{lane.name}-{_slug(redacted(config.candidate) or 'python')}"
+    )
     if not (place / state.NAME).exists() and (own := sources_in(root, place)):
         raise BumpgateError(
             f"--out {place} holds sources of the work tree ({own[0]}): choose a folder without sources"
@@ -235,14 +239,19 @@ def _begin(config: GateConfig, plan: SessionPlan, out: Path, resume: bool, now: 
     where = out / state.NAME
     if not resume:
         raise GateError(f"{where} is of an unfinished gate: continue it with --resume, or name another --out")
-    if found.config != config:
-        names = [n for n in vars(config) if getattr(config, n) != getattr(found.config, n)]
+    names = [n for n in vars(config) if _kept(getattr(config, n)) != _kept(getattr(found.config, n))]
+    if names:
         names = [n for n in names if n != "selection" or "command" not in names]  # a command selects its test
         raise GateError(f"{where} is of another gate (other {', '.join(names)}): name another --out")
     if found.binding is None or (differences := found.binding.differences(now)):
         what = "; ".join(differences) if found.binding else "no record of its work tree"
         raise GateError(f"{where} does not match the present inputs ({what}): gate again, in another --out")
-    return found
+    return replace(found, config=config)
+
+
+def _kept(option: object) -> str:
+    """Return an option as gate.json keeps it, for a comparison."""
+    return redacted(str(option))
 
 
 def _refuse_lapsed(gate: Gate, root: Path, out: Path) -> None:

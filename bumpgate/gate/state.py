@@ -18,6 +18,7 @@ from bumpgate.core.errors import one_line
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.gate_file import GATE_SCHEMA, GateFile, with_current_names
 from bumpgate.core.rows import write_atomic
+from bumpgate.core.text import redacted
 from bumpgate.env.freeze import changes
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.options import GateConfig, GateError
@@ -109,8 +110,8 @@ class Gate:
         return changes(adopted, candidate) if adopted and candidate else []
 
     def write(self, out: Path) -> None:
-        """Replace gate.json atomically."""
-        write_atomic(out / NAME, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+        """Replace gate.json atomically, without secrets."""
+        write_atomic(out / NAME, redacted(json.dumps(self.to_json(), indent=1, allow_nan=False)) + "\n")
 
     def file(self, out: Path) -> GateFile:
         """Return the gate as its readers see gate.json in this folder."""

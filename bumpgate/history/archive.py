@@ -22,6 +22,7 @@ from bumpgate.core.errors import BumpgateError, loads, need, one_line
 from bumpgate.core.findings import Decision, DriftReading
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Judgement, Record, Value, is_finite
+from bumpgate.core.text import redacted
 from bumpgate.history import known_findings, schema
 from bumpgate.history.known_findings import FindingError, Known
 from bumpgate.history.schema import PREFIX, TEXTS, VERSION
@@ -83,10 +84,12 @@ class Archive:
             self._url = self.sql.engine.make_url(url)
         except self.sql.exc.ArgumentError:
             raise ArchiveError(
-                f"--store {url!r}: not a database URL such as sqlite:///history.sqlite"
+                f"--store {one_line(url)!r}: not a database URL such as sqlite:///history.sqlite"
             ) from None
         self.name = (
-            self._url.database or "" if self._is_file else self._url.render_as_string(hide_password=True)
+            self._url.database or ""
+            if self._is_file
+            else redacted(self._url.render_as_string(hide_password=True))
         )
 
     def add(self, path: Path) -> Added:

@@ -24,7 +24,6 @@ URLS = "BUMPGATE_APPRISE_URLS"
 # Variables that hold a GitHub token, in this order.
 TOKENS = ("BUMPGATE_GITHUB_TOKEN", "GITHUB_TOKEN")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|WEBHOOK|APPRISE_URLS")
 SECONDS = 20  # for one answer
 WAITS = (1.0, 2.0)  # seconds before another attempt
 TRANSIENT = (429, 500, 502, 503, 504)
@@ -69,14 +68,6 @@ def send(channel: Channel, event: str, message: Message, before: Posted | None) 
                 raise
         time.sleep(wait)
     return channel.send(event, message, before)
-
-
-def secrets() -> list[str]:
-    """Return the values of environment variables that must not be printed, and the paths of URLs in them."""
-    values = [v for name, v in os.environ.items() if SECRET_NAMES.search(name)]
-    parts = [part for v in values for part in (v, *v.split())]
-    parts += [urlsplit(part).path for part in parts if "://" in part and "[" not in part]
-    return [part for part in dict.fromkeys(parts) if len(part) >= 8]
 
 
 class GitHubIssues:

@@ -96,7 +96,7 @@ def _prepare(archive: Archive, lane: str, bisect: Path | None, *, keep: bool) ->
             if answers:
                 rows = [{"topic": topic, "answer": text} for topic, text in answers.items()]
                 connection.execute(sql.insert(table), rows)
-    return messages(mine, ended | answers, channels.secrets())
+    return messages(mine, ended | answers)
 
 
 def _bisect(path: Path) -> dict[str, Any]:

@@ -8,19 +8,18 @@ finding stays in its topic, also when it comes back.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bumpgate.core.errors import one_line
 from bumpgate.core.findings import Decision
+from bumpgate.core.text import redacted
 from bumpgate.history.known_findings import Known
 
 STORM = 5
 FINDINGS, ROWS, LINES = 10, 5, 4  # shown in a message: findings, and of each its rows and lines of evidence
 MAX_TEXT = 30_000
-PASSWORD = re.compile(r"(?<=//)[^/@\s]*@")
 
 
 @dataclass(frozen=True)
@@ -64,13 +63,13 @@ def assign(known: Sequence[Known]) -> dict[str, str]:
     return out
 
 
-def messages(known: Iterable[Known], answers: Mapping[str, str], secrets: Sequence[str]) -> list[Message]:
-    """Return one message per topic. answers: what a bisect found, by topic. secrets: never part of a message."""
+def messages(known: Iterable[Known], answers: Mapping[str, str]) -> list[Message]:
+    """Return one message per topic. answers: what a bisect found, by topic."""
     topics: dict[str, list[Known]] = {}
     for one in known:
         if one.topic:
             topics.setdefault(one.topic, []).append(one)
-    return [_message(topic, found, answers.get(topic, ""), secrets) for topic, found in topics.items()]
+    return [_message(topic, found, answers.get(topic, "")) for topic, found in topics.items()]
 
 
 def answer(raw: Mapping[str, Any]) -> str:
@@ -99,14 +98,7 @@ def answered(raw: Mapping[str, Any], known: Iterable[Known]) -> set[str]:
     }
 
 
-def redact(text: str, secrets: Sequence[str]) -> str:
-    """Remove secrets, and passwords in URLs."""
-    for secret in sorted(filter(None, secrets), key=len, reverse=True):
-        text = text.replace(secret, "***")
-    return PASSWORD.sub("***@", text)
-
-
-def _message(topic: str, found: list[Known], answer: str, secrets: Sequence[str]) -> Message:
+def _message(topic: str, found: list[Known], answer: str) -> Message:
     still = [one for one in found if not one.gone]
     shown = still or found
     rows = {row for one in shown for row in one.rows}
@@ -128,8 +120,8 @@ def _message(topic: str, found: list[Known], answer: str, secrets: Sequence[str]
         lines += [*_finding(one), ""]
     if len(shown) > FINDINGS:
         lines.append(f"and {len(shown) - FINDINGS} more findings: bumpgate findings list --lane {last.lane}")
-    text = redact("\n".join(lines).rstrip(), secrets)
-    title = redact(f"bumpgate: {topic}{verdict}", secrets)
+    text = redacted("\n".join(lines).rstrip())
+    title = redacted(f"bumpgate: {topic}{verdict}")
     text = text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "\n(cut)"
     return Message(topic, "open" if still else "closed", title, text, tuple(one.key for one in found))
 

@@ -23,10 +23,11 @@ from packaging.version import InvalidVersion, Version
 
 from bumpgate.core import accepted, rules
 from bumpgate.core.baseline import Baseline, inherited, judge, load, other_host
-from bumpgate.core.errors import encodable, one_line
+from bumpgate.core.errors import one_line
 from bumpgate.core.lanes import how_to_declare
 from bumpgate.core.lanes import load as declared_lanes
 from bumpgate.core.rows import Judgement, Row, RowError, Value
+from bumpgate.core.text import printable
 from bumpgate.plugin.lanes import lane_of, lanes_of
 from bumpgate.plugin.provenance import versions
 from bumpgate.process.host import cpu_model, host_cores
@@ -281,16 +282,16 @@ class RowRecorder:
         state = self._item.stash.get(MACHINE_STATE, None)
         if state and fields["better"] in ("lower", "higher"):
             evidence += state()
-        fields["expected"] = _encodable(fields.get("expected"))
+        fields["expected"] = _printable(fields.get("expected"))
         fields["series"] = {name: tuple(points) for name, points in (fields.get("series") or {}).items()}
         return self._record(
             Row(
                 id,
-                _encodable(value),
+                _printable(value),
                 unit,
                 witness,
                 fields.pop("rule", "") or self._no_rule(),
-                evidence=tuple(encodable(str(e)) for e in (*self.context, *evidence)),
+                evidence=tuple(printable(str(e)) for e in (*self.context, *evidence)),
                 instruments=tuple(dict.fromkeys((*instruments, *self._item.stash.get(INSTRUMENTS, ())))),
                 test=self._item.nodeid,
                 place=self._place(),
@@ -393,9 +394,9 @@ def list_not_run(item: pytest.Item, ids: Iterable[str], reason: str, *, excused:
         item.user_properties.append((EXCUSED_PROPERTY, "1"))
 
 
-def _encodable(value: Value) -> Value:
+def _printable(value: Value) -> Value:
     """Return a value as a record has it when it is read, so that it equals the reviewed one."""
-    return encodable(value) if isinstance(value, str) else value
+    return printable(value) if isinstance(value, str) else value
 
 
 def _explain(j: Judgement) -> str:

@@ -15,7 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.errors import BumpgateError, encodable
+from bumpgate.core.errors import BumpgateError
+from bumpgate.core.text import printable
 from bumpgate.process.home import home
 
 OWN = "of this tree"  # the version of a bumpgate that runs from the work tree itself
@@ -62,9 +63,9 @@ class Binding:
             out.append(f"bumpgate {self.bumpgate} -> {now.bumpgate}")
         if self.commit != now.commit:
             out.append(f"commit {self.commit[:12] or 'none'} -> {now.commit[:12] or 'none'}")
-        # The names in a gate.json that was read are encodable.
+        # The names in a gate.json that was read are printable.
         before, after = (
-            {encodable(path): x for path, x in files.items()} for files in (self.files, now.files)
+            {printable(path): x for path, x in files.items()} for files in (self.files, now.files)
         )
         changed = [path for path in sorted({*before, *after}) if before.get(path) != after.get(path)]
         if changed:

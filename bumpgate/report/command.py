@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from bumpgate.core import gate_file
-from bumpgate.core.errors import encodable
 from bumpgate.core.rows import write_atomic
+from bumpgate.core.text import printable, redacted
 from bumpgate.report import junit, markdown, page
 from bumpgate.report.html_page import html_page
 from bumpgate.report.page import Page
@@ -55,5 +55,5 @@ def render(path: Path, targets: dict[str, Path]) -> list[Path]:
     shown = page.of(gate_file.read(path))
     texts = {targets[name]: make(shown) for name, _, make in FORMATS if name in targets}
     for target, text in texts.items():
-        write_atomic(target, encodable(text))
+        write_atomic(target, printable(redacted(text)))
     return list(texts)

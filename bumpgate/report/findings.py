@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from bumpgate.env.uv import public_url
+from bumpgate.core.text import redacted
 from bumpgate.history import known_findings
 from bumpgate.history.archive import Archive, default_store
 from bumpgate.history.known_findings import FindingError
@@ -53,7 +53,7 @@ def link_command(
         valid = False
     if not valid:
         raise FindingError(
-            f"{public_url(issue)!r} is not the URL of an issue such as https://github.com/pytorch/pytorch/issues/1"
+            f"{redacted(issue)!r} is not the URL of an issue such as https://github.com/pytorch/pytorch/issues/1"
         )
     typer.echo(known_findings.line(Archive(store or default_store()).mark(key, issue=issue or None)))
 

@@ -13,7 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.errors import encodable, need
+from bumpgate.core.errors import need
+from bumpgate.core.text import printable
 from bumpgate.report import diffs
 from bumpgate.report.page import Page
 
@@ -42,7 +43,7 @@ def fill(template: str, **values: Any) -> str:
     script = (TEMPLATES / "script.html.j2").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = _environment().get_template(template).render(script=script, script_digest=digest, **values)
-    return encodable(str(text))
+    return printable(str(text))
 
 
 def curves(title: str, unit: str, series: Mapping[str, tuple[float, ...]]) -> str:

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.text import redacted
 from bumpgate.env.locks import SHA256
 from bumpgate.env.store import sha256_of
-from bumpgate.env.uv import find_uv, http_options, public_url
+from bumpgate.env.uv import find_uv, http_options
 from bumpgate.env.versions import source_distributions
 from bumpgate.process.child import Interpreter, run_child
 from bumpgate.process.home import home
@@ -280,8 +281,6 @@ def download_sdist(build: Build, index: str | None = None) -> Path:
             )
         return partial.rename(place / files[0].filename)
     except requests.RequestException as error:
-        raise WheelBuildError(
-            f"{public_url(files[0].url)} cannot be fetched: {one_line(error, 100)}"
-        ) from None
+        raise WheelBuildError(f"{redacted(files[0].url)} cannot be fetched: {one_line(error, 100)}") from None
     finally:
         partial.unlink(missing_ok=True)

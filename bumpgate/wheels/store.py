@@ -17,9 +17,10 @@ from pathlib import Path
 
 from bumpgate.core.errors import one_line
 from bumpgate.core.rows import write_atomic
+from bumpgate.core.text import redacted
 from bumpgate.env.freeze import blocks
 from bumpgate.env.store import StoreError, sha256_of
-from bumpgate.env.uv import http_options, local_path, public_url
+from bumpgate.env.uv import http_options, local_path
 from bumpgate.process.home import home
 
 NOTE = "wheel.json"
@@ -104,7 +105,7 @@ def fetch(build: Build, place: str, root: Path | None = None) -> Stored | None:
     raw = b"".join(_read(f"{source}/{NOTE}") or ())
     if not raw:
         return None
-    file, sha256 = _note(raw, build, public_url(f"{source}/{NOTE}"))
+    file, sha256 = _note(raw, build, redacted(f"{source}/{NOTE}"))
     folder = root or kernel_store()
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{build.key}.{os.getpid()}"
@@ -116,7 +117,7 @@ def fetch(build: Build, place: str, root: Path | None = None) -> Stored | None:
         found = sha256_of(partial / file)
         if found != sha256:
             raise StoreError(
-                f"{public_url(source)}/{file}: sha256 {found[:12]}..., its {NOTE} has {sha256[:12]}...; build it again"
+                f"{redacted(source)}/{file}: sha256 {found[:12]}..., its {NOTE} has {sha256[:12]}...; build it again"
             )
         return put(build, partial / file, root)
     finally:
@@ -147,5 +148,5 @@ def _read(address: str) -> Iterator[bytes] | None:
         if requests.head(address, allow_redirects=True, **http_options()).status_code == 404:
             return None
     except requests.RequestException as error:
-        raise StoreError(f"{public_url(address)} cannot be fetched: {one_line(error, 120)}") from None
+        raise StoreError(f"{redacted(address)} cannot be fetched: {one_line(error, 120)}") from None
     return blocks(address)

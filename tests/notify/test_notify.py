@@ -232,7 +232,7 @@ def test_no_secret_in_messages_output_or_errors(
         for secret in (TOKEN, "xoxSECRETxox", "hunter22"):
             assert secret not in text
     assert "````text\n" in services.issues[1]["body"], "the fence is longer than any in the text"
-    assert "https://***@index/x" in services.texts[0]
+    assert "https://index/x" in services.texts[0]
 
 
 def test_bisect_result_is_added_to_the_issue_and_kept(
