@@ -19,16 +19,16 @@ from packaging.utils import parse_wheel_filename
 from bumpgate.core import lanes as declared
 from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import BumpgateError, one_line
-from bumpgate.core.rows import write_atomic
 from bumpgate.core.text import redacted
 from bumpgate.env import store
 from bumpgate.env.build import resolve
 from bumpgate.env.lane import LaneContext
-from bumpgate.env.locks import Lock, Locked, LockError, Wheel, parse_lock, write_lock
+from bumpgate.env.locks import Lock, Locked, LockError, Wheel, lock_text, parse_lock
 from bumpgate.env.requirements import Pins, requirements_file
 from bumpgate.env.requirements import pinned as with_pins
 from bumpgate.env.uv import http_options, local_path
 from bumpgate.env.versions import tag_ranks
+from bumpgate.process.file_transaction import Edit, read, replace_all, writing
 
 
 def command(
@@ -75,14 +75,17 @@ def freeze(
     Raises BumpgateError, OSError.
     """
     path = lane.lock_path
+    before = read(path)
     request = lane.request(candidate or None, locked=False, index=index, find_links=find_links)
     if upgrade:
         request = request.without_preferences()
     lock, sources = lock_of(path.name, resolve(request), request.python)
     fill_store(lock, sources)
-    write_lock(path, lock)
-    for file, text in pinned_requirements(lane, lock).items():
-        write_atomic(file, text)
+    with writing(lane.root):
+        edits = [Edit(lane.declared.lock, before, lock_text(lock))]
+        for file, text in pinned_requirements(lane, lock).items():
+            edits.append(Edit(file.relative_to(lane.root).as_posix(), read(file), text))
+        replace_all(lane.root, edits)
     return lock
 
 

@@ -18,7 +18,6 @@ from packaging.utils import canonicalize_name
 
 from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.lanes import FOLDER
-from bumpgate.core.rows import write_atomic
 from bumpgate.core.toml import tomllib
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -149,12 +148,6 @@ def _locked(name: str, entry: Mapping[str, Any]) -> tuple[Locked, dict[Wheel, st
     if not places:
         raise LockError(f"{name}: {package} {version} has no wheel; only wheels can be gated")
     return Locked(package, version, tuple(places)), places
-
-
-def write_lock(path: Path, lock: Lock) -> None:
-    """Write the committed form atomically; the folder is created."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, lock_text(lock))
 
 
 def lock_text(lock: Lock) -> str:

@@ -162,10 +162,9 @@ def set_unverified(root: Path, lane: str, unverified: bool) -> None:
     """List a lane as unverified, or not any more. Raises AdoptionError, OSError."""
     log = load(root)
     lanes = log.unverified | {lane} if unverified else log.unverified - {lane}
-    if log.entries or lanes:
-        write_atomic(root / FILE, text(Log(log.entries, lanes)))
-    else:
-        (root / FILE).unlink(missing_ok=True)
+    new = text(Log(log.entries, lanes)) if log.entries or lanes else None
+    if (before := read(root / FILE)) != new:
+        replace_all(root, [Edit(FILE, before, new)])
 
 
 def _old(root: Path, entry: Adoption, path: str) -> str | None:

@@ -1,7 +1,11 @@
-"""Replaces several files of a work tree together: all of them or none, even if the process is killed.
+"""Changes the reviewed files of a work tree: one writer at a time, and all files of an adoption or none.
 
-A journal holds the old contents, and what replaces them, while the files are replaced. A journal that remains is from
-a killed process: `recover` restores the old contents.
+Reviewed files are baselines, acceptances, adoptions, locks and the declarations of lanes. A command holds `writing`
+from its first read to its last write, and `replace_all` refuses a file that an editor or git changed meanwhile.
+
+A journal holds the old contents while several files are replaced. A journal that remains is from a killed process, and
+`recover` restores the old contents. It is kept under the git directory, or in bumpgate's home outside of git: a file
+of the work tree may come from anybody.
 """
 
 from __future__ import annotations
@@ -11,19 +15,33 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
 
+from bumpgate.core import lanes
 from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.rows import write_atomic
+from bumpgate.process.home import home
 
-JOURNAL = Path("baselines/.adoption.json")
+REVIEWED = (
+    "baselines/*.json",
+    "baselines/*.tests",
+    "baselines/*.toml",
+    f"{lanes.FOLDER}/*/{lanes.FILE}",
+    f"{lanes.FOLDER}/*/{lanes.LOCK}",
+    lanes.PROJECT,
+    lanes.OWN,
+)
+# Where earlier versions kept the journal.
+IN_TREE = "baselines/.adoption.json"
 ADOPTION, ROLLBACK = "adoption", "rollback"
 
 
 class AdoptionError(BumpgateError):
-    """A set that cannot be adopted, or an adoption that cannot be undone. One line."""
+    """Reviewed files that cannot be changed, or a change that cannot be undone. One line."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +81,7 @@ def read(path: Path) -> str | None:
     """Return the text of a file with its line ends; None if it does not exist."""
     try:
         return path.read_bytes().decode("utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
@@ -78,15 +96,63 @@ def diff(edits: Iterable[Edit]) -> str:
     return "".join(line if line.endswith("\n") else f"{line}\n" for line in out)
 
 
-def replace_all(root: Path, edits: Sequence[Edit], operation: Operation) -> None:
-    """Write every edit. Raises OSError after restoring every file. An existing journal must be recovered first."""
-    files = {e.path: {"before": e.before, "after": digest(e.after)} for e in edits}
+@contextmanager
+def writing(root: Path) -> Iterator[None]:
+    """Hold the lock of a tree's reviewed files: every command that changes them waits for the others."""
+    from filelock import FileLock
+
+    folder = private_folder(root)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "reviewed.lock"):
+        yield
+
+
+def private_folder(root: Path) -> Path:
+    """Return the folder of a tree's lock and journal, which no commit can contain."""
+    root = root.resolve()
+    for folder in (root, *root.parents):
+        git = folder / ".git"
+        if git.is_file():  # of a worktree or a submodule
+            git = folder / git.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
+        if git.is_dir():
+            return git / "bumpgate" / root.relative_to(folder)
+    return home() / "trees" / digest(str(root))[:16]
+
+
+def journal(root: Path) -> Path:
+    """Return the path of a tree's journal."""
+    return private_folder(root) / "adoption.json"
+
+
+def replace_all(root: Path, edits: Sequence[Edit], operation: Operation | None = None) -> None:
+    """Write every edit. The caller holds `writing`.
+
+    operation: of files that are valid only together. Without one, each file is valid alone, and no journal is kept.
+    Raises AdoptionError, before any change, on a file that is no reviewed one or that was changed since it was read;
+    OSError after restoring every file of an operation.
+    """
+    _check_paths(root, [edit.path for edit in edits])
+    if found := interrupted(root):
+        raise AdoptionError(
+            f"{found} was cut short here: undo it with: bumpgate rollback {found.lane} --adoption"
+        )
+    if moved := [edit.path for edit in edits if read(root / edit.path) != edit.before]:
+        raise AdoptionError(f"{moved[0]} was changed by another program meanwhile: repeat the command")
     for edit in edits:
         target = root / edit.path
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists() and not os.access(target, os.W_OK):
             raise PermissionError(13, "Permission denied", str(target))
-    write_atomic(root / JOURNAL, json.dumps({**vars(operation), "files": files}) + "\n")
+    if operation is None:
+        for edit in edits:
+            if edit.after is None:
+                (root / edit.path).unlink()
+            else:
+                write_atomic(root / edit.path, edit.after)
+        return
+    files = {e.path: {"before": e.before, "after": digest(e.after)} for e in edits}
+    journal(root).parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(journal(root), json.dumps({**vars(operation), "files": files}) + "\n")
     try:
         for edit in edits:
             if edit.after is not None:
@@ -100,7 +166,7 @@ def replace_all(root: Path, edits: Sequence[Edit], operation: Operation) -> None
     except BaseException:
         recover(root)
         raise
-    (root / JOURNAL).unlink()
+    journal(root).unlink()
 
 
 def interrupted(root: Path) -> Operation | None:
@@ -110,7 +176,7 @@ def interrupted(root: Path) -> Operation | None:
 
 
 def recover(root: Path) -> Recovered | None:
-    """Undo the changes of a killed process. Return None if there was none.
+    """Undo the changes of a killed process. Return None if there was none. The caller holds `writing`.
 
     Raises AdoptionError, without changing anything, if a file was edited since.
     """
@@ -125,7 +191,7 @@ def recover(root: Path) -> Recovered | None:
             continue
         if digest(now) != after:
             raise AdoptionError(
-                f"{path} was edited after {operation} was cut short: restore it with git, then delete {JOURNAL}"
+                f"{path} was edited after {operation} was cut short: restore it with git, then delete {journal(root)}"
             )
         moved.append(path)
     for path in moved:
@@ -136,24 +202,47 @@ def recover(root: Path) -> Recovered | None:
             write_atomic(root / path, before)
     for path in entries:
         _partial(root / path).unlink(missing_ok=True)
-    (root / JOURNAL).unlink()
+    journal(root).unlink()
     return Recovered(operation, tuple(moved))
+
+
+def _check_paths(root: Path, paths: Iterable[str]) -> None:
+    """Raise AdoptionError on a path that is no reviewed file below the root."""
+    named = [lane.requirements for lane in lanes.load(root).values() if lane.requirements]
+    for path in paths:
+        parts = PurePosixPath(path)
+        inside = not parts.is_absolute() and ".." not in parts.parts
+        if not inside or not (path in named or any(fnmatchcase(path, glob) for glob in REVIEWED)):
+            raise AdoptionError(f"{path!r} is no reviewed file of this repository: nothing is changed")
 
 
 def _journal(root: Path) -> tuple[Operation, dict[str, tuple[str | None, str]]] | None:
     """Return the operation of the journal, and path -> (old content, digest of the new one). None without a journal."""
+    if os.path.lexists(root / IN_TREE):
+        raise AdoptionError(
+            f"{IN_TREE}: a journal in the work tree may be anybody's, and is never obeyed: delete it"
+        )
+    place = journal(root)
     try:
-        text = read(root / JOURNAL)
+        text = read(place)
         if text is None:
             return None
         raw = json.loads(text)
-        files = {str(path): (e["before"], str(e["after"])) for path, e in raw["files"].items()}
-        return Operation(str(raw["kind"]), str(raw["lane"])), files
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        files = {str(path): (_text(e["before"]), str(e["after"])) for path, e in raw["files"].items()}
+        operation = Operation(str(raw["kind"]), str(raw["lane"]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = one_line(f"{type(error).__name__}: {error}", 80)
         raise AdoptionError(
-            f"{JOURNAL}: not a journal ({why}): restore the tree with git, then delete it"
+            f"{place}: not a journal ({why}): restore the tree with git, then delete it"
         ) from None
+    _check_paths(root, files)
+    return operation, files
+
+
+def _text(raw: object) -> str | None:
+    if raw is not None and not isinstance(raw, str):
+        raise TypeError(f"before must be a text, got {raw!r}")
+    return raw
 
 
 def _partial(target: Path) -> Path:

@@ -27,7 +27,9 @@ from bumpgate.core.baseline import load as load_baseline
 from bumpgate.core.errors import BumpgateError, RefusedError, is_line
 from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.gate_file import GateFile, Paired, read
-from bumpgate.core.rows import Judgement, Record, is_finite, write_atomic
+from bumpgate.core.rows import Judgement, Record, is_finite
+from bumpgate.process.file_transaction import Edit, replace_all, writing
+from bumpgate.process.file_transaction import read as read_text
 from bumpgate.process.tree_digest import Binding, bind, measured_tree
 from bumpgate.review.rebaseline import refuse_other_tree
 
@@ -62,27 +64,30 @@ def command(
         raise BumpgateError("accept never runs inside a gate (BUMPGATE_GATE=1)")
     root = find_root(Path.cwd())
     lanes.require(root, lane)
-    path = root / "baselines" / FILE
-    entries = load(path)
-    if remove:
-        kept = [a for a in entries if (a.lane, a.row) != (lane, row)]
-        if len(kept) == len(entries):
-            raise BumpgateError(f"no acceptance of {row} on lane {lane}; baselines/{FILE} lists them")
-        save(path, kept)
-        typer.echo(f"removed {len(entries) - len(kept)} of {row}")
-    else:
-        measured = record or root / "record.json"
-        found = read(measured)
-        made = _entry(root, measured, found, row, lane, owner, reason, _day(expires))
-        if not other_tree:
-            _refuse_other_tree(root, measured, found)
-        save(path, [*(a for a in entries if a.key != made.key), made])
-        typer.echo(f"accepted {row} {made.measured} for {made}")
-    typer.echo(f"wrote baselines/{FILE}; review it with: git diff baselines/{FILE}")
+    path = f"baselines/{FILE}"
+    with writing(root):
+        before = read_text(root / path)
+        entries = load(root / path)
+        if remove:
+            kept = [a for a in entries if (a.lane, a.row) != (lane, row)]
+            if len(kept) == len(entries):
+                raise BumpgateError(f"no acceptance of {row} on lane {lane}; {path} lists them")
+            done = f"removed {len(entries) - len(kept)} of {row}"
+        else:
+            measured = record or root / "record.json"
+            found = read(measured)
+            made = _entry(root, measured, found, row, lane, owner, reason, _day(expires))
+            if not other_tree:
+                _refuse_other_tree(root, measured, found)
+            kept = [*(a for a in entries if a.key != made.key), made]
+            done = f"accepted {row} {made.measured} for {made}"
+        replace_all(root, [Edit(path, before, file_text(kept))])
+    typer.echo(done)
+    typer.echo(f"wrote {path}; review it with: git diff {path}")
 
 
-def save(path: Path, entries: Iterable[Acceptance]) -> None:
-    """Write accepted.toml atomically, sorted by lane, row and value."""
+def file_text(entries: Iterable[Acceptance]) -> str:
+    """Format accepted.toml, sorted by lane, row and value."""
     import tomli_w
 
     raw = []
@@ -90,8 +95,7 @@ def save(path: Path, entries: Iterable[Acceptance]) -> None:
         what: dict[str, Any] = {"value": a.value} if a.ratio is None else {"ratio": a.ratio}
         fields = {"lane": a.lane, "row": a.row, **what, "owner": a.owner, "reason": a.reason}
         raw.append(fields | {"since": a.since, "expires": a.expires})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, HEAD + tomli_w.dumps({"accepted": raw} if raw else {}))
+    return HEAD + tomli_w.dumps({"accepted": raw} if raw else {})
 
 
 def _day(text: str) -> date:

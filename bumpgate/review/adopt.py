@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from filelock import FileLock
 from packaging.utils import canonicalize_name
 
 from bumpgate.core import accepted, gate_file, lanes
@@ -32,11 +30,12 @@ from bumpgate.process.file_transaction import (
     Operation,
     diff,
     digest,
+    interrupted,
     read,
     recover,
     replace_all,
+    writing,
 )
-from bumpgate.process.home import home
 from bumpgate.process.tree_digest import Binding, bind
 from bumpgate.review.candidate_rows import moved_baseline
 from bumpgate.review.kernel_wheels import (
@@ -112,7 +111,11 @@ def command(
     if os.environ.get("BUMPGATE_GATE") == "1":
         raise BumpgateError("adopt never runs inside a gate (BUMPGATE_GATE=1)")
     root = find_root(Path.cwd())
-    with one_at_a_time():
+    with writing(root):
+        if dry_run and (cut := interrupted(root)):
+            raise AdoptionError(
+                f"{cut} was cut short here: undo it with: bumpgate rollback {cut.lane} --adoption"
+            )
         if undone := recover(root):
             for path in undone.paths:
                 typer.echo(f"restored {path}: {undone.operation} was cut short", err=True)
@@ -155,15 +158,6 @@ def _fill_store(root: Path, lane: str, made: Adopting) -> None:
         say(
             f"neither the wheel store nor the index has {', '.join(lost)}: rollback cannot restore the earlier set"
         )
-
-
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Hold the lock of adoptions and rollbacks, which wait for each other."""
-    folder = home() / "adoptions"
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".lock"):
-        yield
 
 
 def _gate(path: Path, root: Path, named: Named) -> tuple[GateFile, Binding]:

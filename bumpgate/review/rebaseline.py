@@ -17,15 +17,16 @@ from bumpgate.core.baseline import (
     Baseline,
     Reviewed,
     comparable,
+    file_text,
     find_root,
     in_tier,
     judge,
     load,
     other_build,
-    save,
 )
 from bumpgate.core.errors import BumpgateError, RefusedError
 from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict, read_record
+from bumpgate.process.file_transaction import Edit, read, replace_all, writing
 from bumpgate.process.tree_digest import measured_tree
 from bumpgate.table import change_lines
 
@@ -71,24 +72,26 @@ def command(
         raise BumpgateError("rebaseline never runs inside a gate (BUMPGATE_GATE=1)")
     root = find_root(Path.cwd())
     lanes.require(root, lane)
-    path = root / "baselines" / f"{lane}.json"
-    old = load(path, lane, missing_ok=True)
     if refresh and not only:
         raise BumpgateError("--refresh takes what moved within its tolerance: name the rows with --only")
     measured = record or root / "record.json"
     found = read_record(measured)
     if not other_tree:
         refuse_other_tree(found, measured_tree(root, measured))
-    new, changes = plan(found, old, only=only or (), prune=prune, refresh=refresh)
-    if new == old:
-        typer.echo("nothing to accept: every measured row is within its tolerance")
-        return
-    typer.echo(diff(old, new, changes), nl=False)
-    if dry_run:
-        typer.echo("dry run: nothing written")
-        return
-    save(path, new)
-    typer.echo(f"wrote baselines/{path.name}; review it with: git diff baselines/{path.name}")
+    path = f"baselines/{lane}.json"
+    with writing(root):
+        before = read(root / path)
+        old = load(root / path, lane, missing_ok=True)
+        new, changes = plan(found, old, only=only or (), prune=prune, refresh=refresh)
+        if new == old:
+            typer.echo("nothing to accept: every measured row is within its tolerance")
+            return
+        typer.echo(diff(old, new, changes), nl=False)
+        if dry_run:
+            typer.echo("dry run: nothing written")
+            return
+        replace_all(root, [Edit(path, before, file_text(new))])
+    typer.echo(f"wrote {path}; review it with: git diff {path}")
 
 
 def plan(

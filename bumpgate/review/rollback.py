@@ -20,10 +20,9 @@ from bumpgate.env.locks import Lock, read_lock
 from bumpgate.env.request import RUNNING, Request, request_key
 from bumpgate.env.store import StoreError
 from bumpgate.history import adoptions
-from bumpgate.process.file_transaction import ADOPTION, Operation, recover
+from bumpgate.process.file_transaction import ADOPTION, Operation, recover, writing
 from bumpgate.process.home import home
 from bumpgate.process.runner import LaneRun, run_lane
-from bumpgate.review.adopt import one_at_a_time
 
 SMOKE_SECONDS = 1800
 
@@ -66,7 +65,7 @@ def command(
             )
         raise
     if undone:
-        with one_at_a_time():
+        with writing(root):
             adoptions.set_unverified(root, lane, False)
 
 
@@ -103,7 +102,7 @@ def _undo(root: Path, lane: str) -> None:
 
     Of an adoption that was cut short, that is all to undo.
     """
-    with one_at_a_time():
+    with writing(root):
         if undone := recover(root):
             typer.echo(f"restored {', '.join(undone.paths) or 'nothing'}: {undone.operation} was cut short")
             if undone.operation == Operation(ADOPTION, lane):

@@ -18,7 +18,7 @@ from bumpgate.doctor import command as doctor
 from bumpgate.doctor.checks import CHECKS
 from bumpgate.doctor.examination import CheckResult, Part, Status
 from bumpgate.env import store
-from bumpgate.env.locks import Locked, Wheel, read_lock, write_lock
+from bumpgate.env.locks import Locked, Wheel, lock_text, read_lock
 from bumpgate.env.store import sha256_of
 from suites.support.planted import planted
 from tests.support.local_index import fake_wheel
@@ -251,7 +251,8 @@ def test_one_command_installs_the_missing_kernel_wheels(
     stored = store.put(wheel, [made.read_bytes()])
     path = machine.root / LOCK
     lock = read_lock(path)
-    write_lock(path, replace(lock, packages=(*lock.packages, Locked("causal-conv1d", "1.7.0", (wheel,)))))
+    moved = replace(lock, packages=(*lock.packages, Locked("causal-conv1d", "1.7.0", (wheel,))))
+    path.write_text(lock_text(moved))
     second = WHEEL.replace("causal-conv1d", "mamba-ssm").replace("1.7.0", "2.3")
     kernel_wheels(machine, WHEEL + second)
     findings = [f for f in machine.examine(Part.VERSIONS) if f.code == "BG205"]

@@ -18,7 +18,6 @@ from bumpgate.core.baseline import load
 from bumpgate.env.lane import lane_lock
 from bumpgate.env.locks import read_lock
 from bumpgate.history import adoptions
-from bumpgate.process.file_transaction import JOURNAL
 from bumpgate.process.tree_digest import bind
 from suites.support.planted import planted
 from tests.support.adopting import LANE, LOG, WRITTEN, AdoptTree, patched, wheels
@@ -76,7 +75,7 @@ def test_adopt_writes_the_candidate_as_adopted_set(tree: AdoptTree) -> None:
     entry = adoptions.load(tree.root).last("cpu")
     assert entry
     assert (entry.old, entry.new, entry.decision, entry.reviewed) == ("9.9.0", "9.10.0", "ADOPT", ())
-    assert not (tree.root / JOURNAL).exists()
+    assert not tree.journal.exists()
     refused(tree, "9.10.0/gate.json is stale (tree: baselines/adoptions.toml, baselines/cpu.json, ", "9.10.0")
 
 
@@ -339,7 +338,7 @@ def test_killed_adoption_is_undone_by_the_next_command(tree: AdoptTree, at: int)
     arguments = ("adopt", "9.11.0/gate.json", *REVIEWED)
     code, _, _ = patched(tree, f"if len(seen) == {at}: os.kill(os.getpid(), signal.SIGKILL)", *arguments)
     assert code == -9
-    assert (tree.root / JOURNAL).exists()
+    assert tree.journal.exists()
     gate = tree.gate("9.9.0")
     assert (gate.code, len(gate.err.splitlines())) == (4, 1)
     words = "the adoption of lane cpu was cut short here: undo it with: bumpgate rollback cpu --adoption"
@@ -350,7 +349,8 @@ def test_killed_adoption_is_undone_by_the_next_command(tree: AdoptTree, at: int)
         assert tree.files() == before
     again = adopt(tree, "9.11.0", *REVIEWED)
     assert again.code == 0, again.err
-    assert not list(tree.root.rglob("*.partial")) + list(tree.root.rglob(JOURNAL.name))
+    assert not list(tree.root.rglob("*.partial"))
+    assert not tree.journal.exists()
     assert len(adoptions.load(tree.root).entries) == 1
 
 
@@ -372,7 +372,8 @@ def test_failed_write_leaves_every_file_unchanged(tree: AdoptTree, error: str, a
     assert (code, out) == (125, "")
     assert err.splitlines()[-1].endswith("; nothing was adopted")
     assert tree.files() == before
-    assert not list(tree.root.rglob("*.partial")) + list(tree.root.rglob(JOURNAL.name))
+    assert not list(tree.root.rglob("*.partial"))
+    assert not tree.journal.exists()
 
 
 def test_full_disk_while_staging_changes_nothing(tree: AdoptTree) -> None:

@@ -12,7 +12,7 @@ import pytest
 from bumpgate.env.lane import lane_lock
 from bumpgate.history import adoptions
 from bumpgate.history.adoptions import Adoption
-from bumpgate.process.file_transaction import ADOPTION, JOURNAL, Operation, digest
+from bumpgate.process.file_transaction import ADOPTION, Operation, digest
 from suites.support.planted import planted
 from tests.support.adopting import LANE, LOG, WRITTEN, AdoptTree, patched, wheels
 from tests.support.local_index import LocalIndex
@@ -76,7 +76,8 @@ def undone(tree: AdoptTree, before: list[bytes | None], *arguments: str) -> Resu
     assert written(tree) == before
     open_entries = [a.new for a in adoptions.load(tree.root).entries if not a.rolled_back]
     assert open_entries == ["9.9.0"]
-    assert not list(tree.root.rglob("*.partial")) + list(tree.root.rglob(JOURNAL.name))
+    assert not list(tree.root.rglob("*.partial"))
+    assert not tree.journal.exists()
     return done
 
 
@@ -101,7 +102,7 @@ def test_adoption_of_another_lane_that_was_cut_short_is_no_undo(tree: AdoptTree)
     tree.write("lanes/h200/pylock.toml", "new")
     files = {"lanes/h200/pylock.toml": {"before": None, "after": digest("new")}}
     cut = vars(Operation(ADOPTION, "h200"))
-    tree.write(str(JOURNAL), json.dumps({**cut, "files": files}))
+    tree.cut_short(json.dumps({**cut, "files": files}))
     done = undone(tree, before)
     assert done.out.startswith("restored lanes/h200/pylock.toml: the adoption of lane h200 was cut short\n")
     assert not (tree.root / "lanes/h200/pylock.toml").exists()
@@ -169,8 +170,8 @@ def test_adoption_supersedes_an_unverified_rollback(tree: AdoptTree) -> None:
     "text", ["{", "[]", '{"files": {}}', '{"kind": "adoption", "lane": "cpu", "files": 1}']
 )
 def test_corrupt_journal_is_one_line(tree: AdoptTree, text: str) -> None:
-    tree.write(str(JOURNAL), text)
+    tree.cut_short(text)
     for command in (UNDO, ADOPT, ("gate", "--lane", "cpu", "--candidate", "torch==9.9.0", "--out", "g")):
         done = tree.bumpgate(*command)
         assert (done.code, done.out, len(done.err.splitlines())) == (4, "", 1), done.err
-        assert "baselines/.adoption.json: not a journal (" in done.err
+        assert f"{tree.journal}: not a journal (" in done.err

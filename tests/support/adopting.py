@@ -19,6 +19,7 @@ import pytest
 
 from bumpgate import cli
 from bumpgate.core.baseline import Baseline, Reviewed, save
+from bumpgate.process.file_transaction import digest
 from tests.support.builds import host_pytest
 from tests.support.gate_tree import CANARY
 from tests.support.local_index import LocalIndex, fake_wheel
@@ -133,6 +134,16 @@ class AdoptTree(Project):
         return self.bumpgate(
             "gate", "--lane", "cpu", "--candidate", f"torch=={version}", "--out", version, *more
         )
+
+    @property
+    def journal(self) -> Path:
+        """The place of the journal: the tree is outside of git."""
+        return self.home / "trees" / digest(str(self.root.resolve()))[:16] / "adoption.json"
+
+    def cut_short(self, text: str) -> None:
+        """Leave a journal as a killed process does."""
+        self.journal.parent.mkdir(parents=True, exist_ok=True)
+        self.journal.write_text(text)
 
     def files(self) -> dict[str, bytes | None]:
         """Return the current content of the files that an adoption writes."""
