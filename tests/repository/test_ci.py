@@ -19,7 +19,9 @@ from tests.support.tree import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 ACTION = ROOT / "action.yml"
-PINNED = re.compile(r"(\./( # zizmor: .*)?|OWNER/bumpgate@v1|[\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+)$")
+PINNED = re.compile(
+    r"(\./( # zizmor: .*)?|OWNER/bumpgate@v1|[\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+)$"
+)
 UNTRUSTED = re.compile(r"\$\{\{[^}]*(inputs|github\.event|matrix\.test|needs)\b[^}]*\}\}")
 
 
