@@ -11,9 +11,9 @@ from kernels.attention.eager import (
     attention_eager,
     attention_forward_with_lse,
 )
-from kernels.attention.upstream import attention_upstream
+from kernels.attention.upstream import attention_fa4, attention_flex, attention_sdpa, attention_upstream
 from kernels.op_support import (
-    WITH_PEER,
+    IMPLS,
     bind_shapes,
     check_doc_ids,
     check_impl,
@@ -21,6 +21,8 @@ from kernels.op_support import (
     opaque_op,
     resolve_impl,
 )
+
+PEERS = {"upstream": attention_upstream, "fa4": attention_fa4, "sdpa": attention_sdpa, "flex": attention_flex}
 
 
 @opaque_op("kernels.attention.kernel:attention_fwd_kernel", eager_fp64=True)
@@ -67,7 +69,7 @@ attention_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check(q, k, v, doc_ids, softcap, window, impl):
-    check_impl("attention", impl, WITH_PEER)
+    check_impl("attention", impl, (*IMPLS, *PEERS))
     named, sizes = bind_shapes("attention", "q:BTHP k:BTGP v:BTGP doc_ids:BT", q, k, v, doc_ids)
     if sizes["G"] < 1 or sizes["H"] % sizes["G"]:
         raise ValueError(
@@ -101,7 +103,8 @@ def attention(
     head h // (Hq/Hkv). doc_ids (B,T) int32: a token sees its own document only; padding (-1) sees padding.
     scale: of the logits, None is 1/sqrt(P). softcap c > 0: s <- c tanh(s/c) after scale and before the mask.
     window w > 0: keys j with i - j < w (limits only the past, also if causal is False).
-    impl "op" is opaque to the compiler, "eager" is traced, "upstream" is flash-attn 2.
+    impl "op" is opaque to the compiler, "eager" is traced; "upstream" (flash-attn 2), "sdpa", "fa4" and
+    "flex" (both with the softcap as a score_mod) are the upstream implementations.
     -> (B,T,Hq,P) in q.dtype. Softmax is fp32 (fp64 for fp64).
     Raises ValueError on a wrong shape, dtype, head count, negative softcap or window, or impl, and on CUDA if P is
     not a power of two up to 128 (except fp64, which runs the eager form); ImportError on a missing package.
@@ -112,8 +115,6 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if impl == "eager":
         return attention_eager(q, k, v, doc_ids, scale=scale, softcap=softcap, window=window, causal=causal)
-    if impl == "upstream":
-        return attention_upstream(
-            q, k, v, doc_ids, scale=scale, softcap=softcap, window=window, causal=causal
-        )
+    if impl in PEERS:
+        return PEERS[impl](q, k, v, doc_ids, scale=scale, softcap=softcap, window=window, causal=causal)
     return attention_fwd(q, k, v, doc_ids, float(scale), float(softcap), window, causal)[0]

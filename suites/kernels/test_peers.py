@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import ModuleType
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from kernels.attention import attention
+from bumpgate.plugin.instruments import reset_dynamo
+from kernels.attention import attention, upstream
 from suites.kernels.peer_tuning import keep_winners
 from suites.ops import specs
-from suites.ops.attention import peer_inputs
+from suites.ops.attention import make_inputs, peer_inputs
 from suites.ops.spec import BF16
 from suites.support.absent import not_run
 from suites.support.comparison import doubled, error_ratio, gradients
@@ -64,11 +69,201 @@ def test_peer_computes_the_same_function(lane: Lane, name: str, request, row):
         assert largest(ratios) <= factor, (impl, ratios)
 
 
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 9}, {"scale": 0.3}])
+def test_sdpa_computes_the_same_function(lane: Lane, options: dict[str, Any]):
+    inputs = make_inputs(device=lane.device)
+    expected = gradients(partial(attention, impl="eager"), *inputs, **options)
+    for found, exact in zip(gradients(partial(attention, impl="sdpa"), *inputs, **options), expected):
+        torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match="'sdpa' has no softcap"):
+        attention(*inputs, softcap=2.0, impl="sdpa")
+
+
+FLEX = [
+    {},
+    {"softcap": 2.0},
+    {"softcap": 2.0, "causal": False},
+    {"window": 9},
+    {"scale": 0.3, "softcap": 1.0},
+]
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("options", FLEX)
+def test_flex_with_score_mod_computes_the_same_function(lane: Lane, options: dict[str, Any]):
+    """Without gradients: torch has none on CPU.
+
+    One softcap a process, as in the model: torch 2.15 does not compile a second one (suites/features).
+    """
+    reset_dynamo()
+    inputs = make_inputs(device=lane.device)
+    with torch.no_grad():
+        expected, found = (attention(*inputs, **options, impl=impl) for impl in ("eager", "flex"))
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        if softcap := options.get("softcap"):
+            other = attention(*inputs, **options | {"softcap": softcap * 1.03}, impl="eager")
+            assert not torch.allclose(found, other, rtol=1e-4)
+
+
+class Capped(torch.autograd.Function):
+    """A score_mod applied to whole logits, with the gradient of its score_mod_bwd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, mod: Callable[..., Tensor], mod_bwd: Callable[..., Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(scores)
+        ctx.mod_bwd = mod_bwd
+        return mod(scores, *[None] * 6)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.mod_bwd(grad, *ctx.saved_tensors, *[None] * 6), None, None
+
+
+class FakeFA4:
+    """flash-attn-4 as far as the adapter uses it, in plain torch. calls: options of the calls of its function."""
+
+    def __init__(self) -> None:
+        self.version, self.requires = "4.0.0b36", ["nvidia-cutlass-dsl>=4.6.2", "pytest; extra == 'dev'"]
+        self.versions = {"nvidia-cutlass-dsl": "4.8.1"}
+        self.calls: list[dict[str, Any]] = []
+        self.package, self.utils = ModuleType("flash_attn.cute"), ModuleType("flash_attn.cute.utils")
+        self.package.flash_attn_func = self.package.flash_attn_varlen_func = self.attend
+        self.utils.create_softcap_scoremod = lambda cap: self.mod
+        self.utils.create_softcap_scoremod_bwd = lambda cap: self.mod_bwd
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, window_size: tuple[int, int],
+        softcap: float = 0.0, score_mod: Any = None, score_mod_bwd: Any = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self.calls.append({"softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap})
+        group = q.shape[2] // k.shape[2]
+        k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+        scores = torch.einsum("bihp,bjhp->bhij", q, k) * softmax_scale
+        scores = Capped.apply(scores, score_mod, score_mod_bwd) if score_mod else scores
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        out = torch.einsum("bhij,bjhp->bihp", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        return out.double(), torch.zeros(())
+
+    def mod(self, acc_S_SSA, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
+        raise AssertionError("the package's own softcap was used")
+
+    def mod_bwd(self, grad_out_SSA, score_SSA, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
+        raise AssertionError("the package's own softcap was used")
+
+    def distribution(self, name: str) -> Any:
+        if not self.version:
+            raise metadata.PackageNotFoundError(name)
+        return SimpleNamespace(version=self.version, requires=self.requires)
+
+    def version_of(self, name: str) -> str:
+        if name not in self.versions:
+            raise metadata.PackageNotFoundError(name)
+        return self.versions[name]
+
+
+@pytest.fixture
+def fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeFA4]:
+    fake, cute = FakeFA4(), ModuleType("cutlass.cute")
+    cute.jit = lambda function: function
+    cute.math = SimpleNamespace(tanh=lambda x, fastmath: torch.tanh(x))
+    modules = {
+        "flash_attn": ModuleType("flash_attn"),
+        "flash_attn.cute": fake.package,
+        "flash_attn.cute.utils": fake.utils,
+        "cutlass": ModuleType("cutlass"),
+        "cutlass.cute": cute,
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    found = SimpleNamespace(
+        distribution=fake.distribution,
+        version=fake.version_of,
+        PackageNotFoundError=metadata.PackageNotFoundError,
+    )
+    monkeypatch.setattr(upstream, "metadata", found)
+    caches = (upstream.check_fa4, upstream._fa4_softcap)
+    for kept in caches:
+        kept.cache_clear()
+    yield fake
+    for kept in caches:
+        kept.cache_clear()
+
+
 @lanes("cpu")
-def test_document_in_two_pieces_is_refused(lane: Lane, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+def test_fa4_tuple_is_unwrapped_before_the_cast(lane: Lane, fa4: FakeFA4):
+    q, k, v, doc_ids = peer_inputs()
+    out = attention(q, k, v, torch.zeros_like(doc_ids), window=5, impl="fa4")
+    assert out.dtype == BF16
+    assert fa4.calls == [{"softmax_scale": 0.125, "window_size": (4, 0), "softcap": 0.0}]
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("softcap", [0.0, 0.5, 2.0])
+def test_fa4_takes_the_softcap_as_a_score_mod(lane: Lane, fa4: FakeFA4, softcap: float):
+    q, k, v, doc_ids = make_inputs(T=32, P=16, dtype=torch.float64)
+    inputs = q, k, v, torch.zeros_like(doc_ids)
+    expected = gradients(partial(attention, impl="eager"), *inputs, softcap=softcap)
+    found = gradients(partial(attention, impl="fa4"), *inputs, softcap=softcap)
+    for mine, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-9, atol=1e-9)
+    assert [call["softcap"] for call in fa4.calls] == [0.0]
+
+
+def without_score_mod(q: Tensor, k: Tensor, v: Tensor, softcap: float = 0.0) -> None:
+    raise AssertionError("a function of a stale FA4 was called")
+
+
+def shorter_mod(acc_S_SSA, batch_idx, head_idx, q_idx, kv_idx, aux_tensors):
+    raise AssertionError("not called")
+
+
+MISFITS: dict[str, tuple[Callable[[FakeFA4], None], str]] = {
+    "copy in flash-attn 2": (
+        lambda fake: setattr(fake, "version", ""),
+        "flash-attn-4 is not installed, so flash_attn.cute is the old copy in flash-attn 2",
+    ),
+    "old compiler": (
+        lambda fake: fake.versions.update({"nvidia-cutlass-dsl": "4.4.2"}),
+        "flash-attn-4 4.0.0b36 requires nvidia-cutlass-dsl>=4.6.2, installed is 4.4.2",
+    ),
+    "no compiler": (
+        lambda fake: fake.versions.clear(),
+        "flash-attn-4 4.0.0b36 requires nvidia-cutlass-dsl>=4.6.2, installed is (not installed)",
+    ),
+    "stale functions": (
+        lambda fake: setattr(fake.package, "flash_attn_func", without_score_mod),
+        "flash_attn_func of flash-attn-4 4.0.0b36 has no score_mod, score_mod_bwd",
+    ),
+    "other score_mod": (
+        lambda fake: setattr(fake.utils, "create_softcap_scoremod", lambda cap: shorter_mod),
+        "passes (acc_S_SSA, batch_idx, head_idx, q_idx, kv_idx, aux_tensors) to a score_mod, not (acc_S_SSA, ",
+    ),
+}
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_incompatible_fa4_is_refused_before_a_kernel_runs(lane: Lane, fa4: FakeFA4, misfit: str):
+    plant, reason = MISFITS[misfit]
+    plant(fa4)
+    q, k, v, doc_ids = peer_inputs()
+    with pytest.raises(
+        ImportError, match=f"^attention: impl 'fa4' does not fit: .*{re.escape(reason)}"
+    ) as caught:
+        attention(q, k, v, torch.zeros_like(doc_ids), softcap=30.0, impl="fa4")
+    assert str(caught.value).endswith("; install it with: pip install --pre flash-attn-4")
+    assert "\n" not in str(caught.value)
+    assert fa4.calls == []
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("impl", ["upstream", "fa4"])
+def test_document_in_two_pieces_is_refused(lane: Lane, fa4: FakeFA4, impl: str):
     q, k, v, doc_ids = peer_inputs()
     doc_ids[0, 50:] = doc_ids[0, 0]
     doc_ids[0, 20:50] = 9
     with pytest.raises(ValueError, match="documents of adjacent tokens only"):
-        attention(q, k, v, doc_ids, impl="upstream")
+        attention(q, k, v, doc_ids, impl=impl)
