@@ -6,11 +6,13 @@ Standard library only: this file must import under any candidate torch, and unde
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import lzma
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -304,12 +306,14 @@ class Record:
 
     complete: every selected test ran to its end.
     problems: each red: a failed test whose red rows do not show why, a skip under --gate.
+    sealed: read from a file that has a digest of itself, as every run writes now.
     """
 
     provenance: Mapping[str, Any]
     judgements: tuple[Judgement, ...]
     complete: bool = True
     problems: tuple[Problem, ...] = ()
+    sealed: bool = field(default=False, compare=False)
 
     @property
     def red(self) -> bool:
@@ -340,21 +344,38 @@ def write_record(
         "problems": [problem.to_json() for problem in record.problems],
         "rows": [j.to_json() for j in record.judgements],
     }
-    write_atomic(path, redacted(json.dumps(raw, indent=1, allow_nan=False)) + "\n")
+    raw = json.loads(redacted(json.dumps(raw, allow_nan=False)))
+    write_atomic(path, json.dumps({**raw, "digest": digest_of(raw)}, indent=1) + "\n")
     return record
 
 
+def digest_of(raw: Mapping[str, Any]) -> str:
+    """Return the sha256 of a record's content, without its own "digest"."""
+    content = {name: value for name, value in raw.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def read_record(path: Path) -> Record:
-    """Read record.json, also one that `xz` compressed. Raises RecordError (one line) on an incomplete file."""
+    """Read record.json, also one that `xz` compressed. Raises RecordError (one line) on an incomplete or edited one."""
     remake = "write it again with: pytest -m LANE"
     try:
         content = path.read_bytes()
-        raw = loads(lzma.decompress(content) if content.startswith(XZ) else content)
+        content = lzma.decompress(content) if content.startswith(XZ) else content
+        raw = loads(content)
         if not isinstance(raw, dict) or raw.get("schema") not in (1, RECORD_SCHEMA):
             raise RecordError(f"{path.name}: not a record of schema {RECORD_SCHEMA}; {remake}")
         judgements = tuple(Judgement.from_json(j) for j in raw["rows"])
+        if "digest" in raw and raw["digest"] != digest_of(json.loads(content)):
+            raise RecordError(f"{path.name}: was edited after the run wrote it; {remake}")
+        if not isinstance(raw["complete"], bool):
+            raise RecordError(
+                f"{path.name}: complete must be true or false, got {raw['complete']!r}; {remake}"
+            )
+        if twice := [id for id, n in Counter(j.row.id for j in judgements).items() if n > 1]:
+            raise RecordError(f"{path.name}: has the row {twice[0]} more than once; {remake}")
         problems = tuple(Problem.from_json(problem) for problem in raw["problems"])
-        return Record(dict(raw["provenance"]), judgements, bool(raw["complete"]), problems)
+        provenance = dict(raw["provenance"])
+        return Record(provenance, judgements, raw["complete"], problems, sealed="digest" in raw)
     except OSError as error:
         raise RecordError(f"{path.name}: cannot be read ({error.strerror}); {remake}") from None
     except RowError as error:
@@ -368,10 +389,12 @@ def read_record(path: Path) -> Record:
 def write_atomic(path: Path, text: str | bytes) -> None:
     """Replace a file atomically, through a temporary file in the same directory. Links are followed.
 
-    Raises OSError, also on a device or a pipe: the file would take its place.
+    Raises OSError, also on a folder, a device or a pipe: the file would take its place.
     """
     path = path.resolve()
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "a folder: name a file", str(path))
+    if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

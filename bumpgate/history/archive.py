@@ -29,6 +29,7 @@ from bumpgate.history.schema import PREFIX, TEXTS, VERSION
 from bumpgate.process.home import home
 
 WAIT_SECONDS = 60  # for another writer
+MOST_DAYS = 36500  # of a history that is shown: a calendar has an end
 POSTGRESQL_LOCK = 0x62756D70  # any number that other programs on the same database do not use
 
 
@@ -82,7 +83,7 @@ class Archive:
         self.sql = need("sqlalchemy", command="bumpgate history")
         try:
             self._url = self.sql.engine.make_url(url)
-        except self.sql.exc.ArgumentError:
+        except (self.sql.exc.ArgumentError, ValueError):
             raise ArchiveError(
                 f"--store {one_line(url)!r}: not a database URL such as sqlite:///history.sqlite"
             ) from None

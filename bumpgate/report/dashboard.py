@@ -21,7 +21,7 @@ import typer
 from bumpgate.core.accepted import today
 from bumpgate.core.errors import BumpgateError, loads
 from bumpgate.core.rows import Value, is_finite, write_atomic
-from bumpgate.history.archive import Archive, default_store
+from bumpgate.history.archive import MOST_DAYS, Archive, default_store
 from bumpgate.report.history import changes, same
 from bumpgate.report.html_page import fill
 from bumpgate.report.page import show
@@ -85,7 +85,7 @@ class Span:
 def command(
     folder: Annotated[Path, typer.Argument(help="Folder of the pages: a new one, or a dashboard's.")],
     lane: Annotated[str, typer.Option(help="Only this lane's.")] = "",
-    days: Annotated[int, typer.Option(help="Only the last days.", min=1)] = 365,
+    days: Annotated[int, typer.Option(help="Only the last days.", min=1, max=MOST_DAYS)] = 365,
     store: Annotated[str, typer.Option(help="SQLAlchemy URL; by default a SQLite file of this user.")] = "",
 ) -> None:
     """Write the history as a static dashboard: open index.html in a browser, or copy the folder to a web server.

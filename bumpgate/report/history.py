@@ -15,7 +15,7 @@ import typer
 from bumpgate.core.errors import BumpgateError, need
 from bumpgate.core.rows import is_finite
 from bumpgate.history import known_findings
-from bumpgate.history.archive import Archive, Point, default_store
+from bumpgate.history.archive import MOST_DAYS, Archive, Point, default_store
 from bumpgate.report.page import show
 
 ADD = "add"
@@ -33,7 +33,7 @@ def command(
     lane: Annotated[str, typer.Option(help="Only this lane's.")] = "",
     host: Annotated[str, typer.Option(help="Only hosts with this in their class: 'H200', '16 cores'.")] = "",
     store: Annotated[str, typer.Option(help="SQLAlchemy URL; by default a SQLite file of this user.")] = "",
-    days: Annotated[int, typer.Option(help="Only the last days; 0 for all.", min=0)] = 0,
+    days: Annotated[int, typer.Option(help="Only the last days; 0 for all.", min=0, max=MOST_DAYS)] = 0,
 ) -> None:
     """Keep records and gates (`history add FILE...`), or show a row's values over time (`history ROW`).
 

@@ -7,8 +7,10 @@ import lzma
 import math
 import os
 import string
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,17 +28,20 @@ from bumpgate.core.rows import (
     RowError,
     Value,
     Verdict,
+    digest_of,
     read_record,
     same_value,
     write_atomic,
     write_record,
 )
+from bumpgate.core.text import printable
+from suites.support.planted import planted
 
 FIXED = settings(derandomize=True, max_examples=40, deadline=None)
 
 names = st.text(string.ascii_lowercase + "_", min_size=1).map(lambda s: "a" + s)
 ids = st.builds("{}/{}-1/{}".format, names, names, names)
-texts = st.text(max_size=20)
+texts = st.text(max_size=20).map(printable)
 finite = st.floats(-1e6, 1e6)
 values = st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.floats(allow_nan=False) | texts
 
@@ -262,6 +267,36 @@ def test_record_without_a_required_part_is_an_error(tmp_path: Path, lost: str) -
         read_record(path)
     with pytest.raises(RecordError, match="cannot be read"):
         read_record(tmp_path / "none.json")
+
+
+EDITED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a value": (lambda raw: raw["rows"][0]["row"].update(value=99), ""),
+    "provenance": (lambda raw: raw["provenance"].update(torch="2.0"), ""),
+    "no problems": (lambda raw: raw.update(problems=[]), ""),
+    "complete": (lambda raw: raw.update(complete="no"), "complete must be true or false, got 'no'"),
+    "twice": (lambda raw: raw.update(rows=raw["rows"] * 2), "has the row .* more than once"),
+}
+
+
+@planted("C39", "a record is edited after its run")
+@pytest.mark.parametrize("name", EDITED)
+def test_edited_record_is_refused(tmp_path: Path, name: str) -> None:
+    """What no run writes is refused with any digest, and without one."""
+    path = tmp_path / "record.json"
+    problem = Problem("t.py::a", ProblemKind.FAILED, "boom")
+    write_record(path, {"lane": "cpu"}, [Judgement(make(), Verdict.PASS, "")], problems=[problem])
+    assert read_record(path).sealed
+    edit, invalid = EDITED[name]
+    raw = json.loads(path.read_text())
+    edit(raw)
+    path.write_text(json.dumps(raw))
+    with pytest.raises(RecordError, match="was edited after the run wrote it"):
+        read_record(path)
+    del raw["digest"]
+    for made in (raw, {**raw, "digest": digest_of(raw)}) if invalid else ():
+        path.write_text(json.dumps(made))
+        with pytest.raises(RecordError, match=invalid):
+            read_record(path)
 
 
 def test_failed_write_leaves_the_old_record_unchanged(

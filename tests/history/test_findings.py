@@ -13,7 +13,7 @@ from bumpgate.core.findings import Decision, Finding, TimedOutcome
 from bumpgate.core.rows import Verdict
 from bumpgate.history import known_findings
 from bumpgate.history.archive import Archive, default_store
-from tests.support.reports import BREAKS, OTHER, TIMED, bumpgate, gate_of_day
+from tests.support.reports import BREAKS, OTHER, TIMED, bumpgate, gate_of_day, save_record
 
 ISSUE = "https://github.com/pytorch/pytorch/issues/1"
 
@@ -89,7 +89,7 @@ def test_row_that_is_shown_but_not_judged_is_not_gone(tmp_path: Path, archive: A
         record = json.loads((path.parent / side).read_text())
         for judgement in record["rows"]:
             judgement |= {"verdict": "INCONCLUSIVE", "explains": True}
-        (path.parent / side).write_text(json.dumps(record))
+        save_record(path.parent / side, record)
     assert states(archive, path) == [known_findings.UNMEASURED]
 
 

@@ -18,7 +18,7 @@ from bumpgate.history.archive import default_store
 from bumpgate.process.tree_digest import Binding, bind
 from tests.support.lane_files import declare_lanes
 from tests.support.project import GOOD, Project, counted
-from tests.support.reports import BREAKS, bumpgate, gate_of_day
+from tests.support.reports import BREAKS, bumpgate, gate_of_day, save_record
 
 LONE = "\udc80"
 SHOWN = "\\udc80"
@@ -59,8 +59,9 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     reviewed = {BREAKS: Reviewed(13, f"count{SHOWN}", "exact")}
     save(tmp_path / "baselines/cpu.json", Baseline("cpu", {"torch": "2.13.0", "triton": None}, reviewed))
     path = gate_of_day(tmp_path, 1)
-    for file in (path, path.with_name("adopted.json"), path.with_name("candidate.json")):
-        file.write_text(json.dumps(with_lone_surrogates(json.loads(file.read_text()))))
+    path.write_text(json.dumps(with_lone_surrogates(json.loads(path.read_text()))))
+    for file in (path.with_name("adopted.json"), path.with_name("candidate.json")):
+        save_record(file, with_lone_surrogates(json.loads(file.read_text())))
     return path
 
 

@@ -17,7 +17,17 @@ import pytest
 from bumpgate import cli
 from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.gate_file import GATE_SCHEMA
-from bumpgate.core.rows import Judgement, Problem, ProblemKind, Record, Row, Value, Verdict, write_record
+from bumpgate.core.rows import (
+    Judgement,
+    Problem,
+    ProblemKind,
+    Record,
+    Row,
+    Value,
+    Verdict,
+    digest_of,
+    write_record,
+)
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.verdict import GateVerdict, Side, judge_gate
 from bumpgate.history.archive import Archive
@@ -127,6 +137,11 @@ def write_gate(
     path = folder / "gate.json"
     path.write_text(json.dumps(raw))
     return path, verdict
+
+
+def save_record(path: Path, raw: dict[str, Any]) -> None:
+    """Write the edited content of a record with the digest that a run would have given it."""
+    path.write_text(json.dumps({**raw, "digest": digest_of(raw)}))
 
 
 def paired(outcome: TimedOutcome, ratio: float, sessions: int = 16) -> Timed:
