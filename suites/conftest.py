@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
+from bumpgate.core.lanes import Lane
 from bumpgate.plugin.lanes import lane_of, lanes_of
-from bumpgate.plugin.rows import MACHINE_STATE, baseline_path, lane_baseline
+from bumpgate.plugin.rows import MACHINE_STATE
 from bumpgate.plugin.scheduling import alone, turn
 from bumpgate.process.gpu_shares import untimed
 from suites.support.planted import planted_faults as planted_faults
@@ -31,6 +31,13 @@ def pytest_bumpgate_canaries() -> Mapping[str, Callable[[], None]]:
     from suites.support.canaries import CANARIES
 
     return CANARIES
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_bumpgate_calibrations(lane: Lane) -> Mapping[str, Callable[[], float]]:
+    from suites.calibration.measures import measures
+
+    return {id: measure.function for id, measure in measures(lane).items()}
 
 
 @pytest.fixture
@@ -58,12 +65,5 @@ def gpu_alone(request: pytest.FixtureRequest) -> Iterator[None]:
     from suites.support.gpu_state import alone_on_gpu
 
     with alone_on_gpu() as state:
-        request.node.stash[MACHINE_STATE] = lambda: [state(), *_anchors(request.config, lane.name)]
+        request.node.stash[MACHINE_STATE] = lambda: [state()]
         yield
-
-
-def _anchors(config: pytest.Config, lane: str) -> list[str]:
-    """Return this run's ceilings next to the reviewed ones, if a test of this process has measured any."""
-    gpu_timing = sys.modules.get("suites.support.gpu_timing")
-    reviewed = lane_baseline(baseline_path(config, lane), lane).rows
-    return gpu_timing.compare_with_reviewed(reviewed) if gpu_timing else []

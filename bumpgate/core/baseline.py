@@ -27,6 +27,7 @@ from bumpgate.core.rows import (
     Verdict,
     is_finite,
     is_number,
+    of_time,
     same_value,
     write_atomic,
 )
@@ -36,8 +37,10 @@ BUILD = ("torch", "triton")
 # Two times are comparable if the class of the host and the work of their rows (Row.work) are equal. The times of an
 # accelerator are also compared if the host has other cores: a virtual machine with two GPUs has twice those of one.
 HOST = ("lane", "device", "cpu", "cores")
-# Units of rows that the speed of a host decides.
-OF_TIME = ("s", "ms", "us", "tokens/s", "bytes/s", "FLOP/s")
+# First part of the ids of rows that measure a property of the host. No value of theirs is a fault of the build.
+CALIBRATION = "calibration/"
+# Fields of a reviewed row that its file leaves out if they are empty.
+OPTIONAL = ("work", "bound")
 # Tiers of a lane that run in their own environments, separate from the lane's: tox envs interpret and codegen-*.
 TIERS = ("suites/kernels/interpret/", "suites/kernels/codegen/")
 ROW_FIELDS = ("value", "unit", "better", "tolerance", "note", "test", "per_build")
@@ -63,6 +66,7 @@ class Reviewed:
     per_build: bool = False
     values: Mapping[str, str] = field(default_factory=dict, hash=False)
     work: str = ""
+    bound: str = ""
 
     def at(self, triton: str | None) -> Value:
         """Return the reviewed value for a version of triton; for a "code" row, that of the nearest reviewed version."""
@@ -71,19 +75,22 @@ class Reviewed:
     def to_json(self) -> dict[str, Any]:
         """Return the fields as they are in the file."""
         of_code = {"values": dict(sorted(self.values.items(), key=lambda item: kernel_code.numbers(item[0])))}
-        fields = {name: getattr(self, name) for name in ROW_FIELDS} | (
-            {"work": self.work} if self.work else {}
-        )
+        fields = {name: getattr(self, name) for name in ROW_FIELDS}
+        fields |= {name: value for name in OPTIONAL if (value := getattr(self, name))}
         return of_code | {n: x for n, x in fields.items() if n != "value"} if self.values else fields
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The reviewed rows of one lane; `made_with` holds the versions and the machine that measured them."""
+    """The reviewed rows of one lane; `made_with` holds the versions and the machine that measured them.
+
+    elsewhere: ids of times that the lane which this one inherits has reviewed, and this one has not.
+    """
 
     lane: str
     made_with: Mapping[str, str | None] = field(default_factory=dict)
     rows: Mapping[str, Reviewed] = field(default_factory=dict)
+    elsewhere: frozenset[str] = frozenset()
 
     def unexpected(self, triton: str | None) -> frozenset[str]:
         """Return the "code" rows of kernels that a version of triton does not launch.
@@ -145,18 +152,18 @@ def load(path: Path, lane: str, *, missing_ok: bool = False) -> Baseline:
 def inherited(own: Baseline, parent: Baseline) -> Baseline:
     """Return a lane's baseline with the rows that it takes from the lane that it inherits.
 
-    A row is taken unless the host decides its value: counts, facts, compiled code and derived bounds travel between
-    machines; times, rates and costs do not. The lane's own row wins. An id and a test that name the parent name the
-    lane.
+    A row is taken unless the host decides its value: counts, bytes, compiled code and derived bounds travel between
+    machines; times and rates do not. The lane's own row wins. An id and a test that name the parent name the lane.
     """
     name = re.compile(rf"(?<!\w){re.escape(parent.lane)}(?!\w)")
+    rows = {name.sub(own.lane, id): row for id, row in parent.rows.items() if not id.startswith(CALIBRATION)}
+    times = {id for id, row in rows.items() if row.better in ("lower", "higher") and of_time(id, row.unit)}
     taken = {
-        name.sub(own.lane, id): replace(row, test=name.sub(own.lane, row.test))
-        for id, row in parent.rows.items()
-        if row.better not in ("lower", "higher") and row.unit not in OF_TIME
+        id: replace(row, test=name.sub(own.lane, row.test)) for id, row in rows.items() if id not in times
     }
     made_with = own.made_with or {k: v for k, v in parent.made_with.items() if k not in (*HOST, "driver")}
-    return replace(own, made_with=made_with, rows={**taken, **own.rows})
+    elsewhere = frozenset(times - own.rows.keys())
+    return replace(own, made_with=made_with, rows={**taken, **own.rows}, elsewhere=elsewhere)
 
 
 def save(path: Path, baseline: Baseline) -> None:
@@ -191,20 +198,6 @@ def comparable(made_with: Mapping[str, Any], provenance: Mapping[str, Any]) -> s
     return None
 
 
-def other_host(judgement: Judgement, made_with: Mapping[str, Any], host: Mapping[str, Any]) -> Judgement:
-    """Show, but do not judge, a timed row whose reviewed time is from another class of host.
-
-    A derived expectation, a broken instrument and a row that is not comparable for another reason are not changed.
-    """
-    settled = (Verdict.PASS, Verdict.WIN, Verdict.REGRESSION, Verdict.INCONCLUSIVE)
-    if judgement.row.interval is None or judgement.verdict not in settled or violation(judgement.row):
-        return judgement
-    reason = comparable(made_with, host)
-    if reason is None:
-        return judgement
-    return replace(judgement, verdict=Verdict.INCONCLUSIVE, reason=reason, command="", explains=True)
-
-
 def judge(
     row: Row,
     baseline: Baseline,
@@ -217,7 +210,7 @@ def judge(
     failed_instruments: canary name -> reason, for those that disagreed or never ran.
     build: versions of the BUILD packages in the environment that measured the row; None means the baseline's.
     """
-    for rule in (_instrument, _derived, _review, _exact, _code, _ordered, _fixed):
+    for rule in (_instrument, _derived, _calibration, _review, _exact, _code, _ordered, _fixed):
         judgement = rule(row, baseline, failed_instruments, build)
         if judgement is not None:
             break
@@ -285,6 +278,11 @@ def accept(lane: str, row_id: str = "", *, prune: bool = False) -> str:
     return f"bumpgate rebaseline --lane {lane}{only}{' --prune' if prune else ''}"
 
 
+def times(lane: str) -> str:
+    """Return the command that reviews this machine's times, with its calibrations."""
+    return f"bumpgate rebaseline --lane {lane} --times"
+
+
 def investigate(lane: str, test: str) -> str:
     """Return the command that reruns one test in a single process, where a debugger and a trace work."""
     single = "-n 0 " if importlib.util.find_spec("xdist") else ""  # another repository may be without xdist
@@ -328,6 +326,19 @@ def _within_bounds(interval: tuple[float, float], row: Row) -> bool:
     return fits and row.expected is None and is_finite(row.value)
 
 
+def _calibration(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
+    """Show a property of the host next to the reviewed host's."""
+    if not row.id.startswith(CALIBRATION):
+        return None
+    old = baseline.rows.get(row.id)
+    reason = (
+        "this host, not reviewed"
+        if old is None
+        else f"this host; the reviewed one: {old.value:.6g} {old.unit}"
+    )
+    return Judgement(row, Verdict.PASS, reason)
+
+
 def _review(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
     """Check that the baseline has this row with the same kind; otherwise the values are not comparable.
 
@@ -337,6 +348,9 @@ def _review(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judge
     old = baseline.rows.get(row.id)
     if old is None and row.paired:
         return Judgement(row, Verdict.PASS, "not reviewed: compared between the sides of a gate only")
+    if row.id in baseline.elsewhere:
+        reason = f"lane {baseline.lane} has no times of its own: measured {row.value!r} {row.unit}"
+        return Judgement(row, Verdict.INCONCLUSIVE, reason, times(baseline.lane), explains=True)
     if old is None:
         return Judgement(row, Verdict.MISSING, f"not reviewed: measured {row.value!r} {row.unit}", command)
     for name in ("unit", "better", "per_build", "work"):
@@ -460,7 +474,7 @@ def _row_fault(row_id: str, raw: Any) -> str | None:
     if not ROW_ID.fullmatch(row_id):
         return "the id must read suite/case/metric"
     fields = {*ROW_FIELDS} - {"value"} if isinstance(raw, dict) and "values" in raw else {*ROW_FIELDS}
-    if not isinstance(raw, dict) or raw.keys() - {"values", "work"} != fields:
+    if not isinstance(raw, dict) or raw.keys() - {"values", *OPTIONAL} != fields:
         return f"a row has the fields {', '.join(ROW_FIELDS)}, or values in the place of value"
     value, tolerance = raw.get("value"), raw["tolerance"]
     if raw["better"] not in BETTER:
@@ -477,8 +491,8 @@ def _row_fault(row_id: str, raw: Any) -> str | None:
         return f"tolerance must be a finite number of at least 0, got {tolerance!r}"
     if raw["better"] not in ("lower", "higher") and tolerance:
         return f"a row whose better is {raw['better']!r} has no tolerance"
-    if not all(isinstance(raw.get(name, ""), str) for name in ("unit", "note", "test", "work")):
-        return "unit, note, test and work must be strings"
+    if not all(isinstance(raw.get(name, ""), str) for name in ("unit", "note", "test", *OPTIONAL)):
+        return "unit, note, test, work and bound must be strings"
     return None if isinstance(raw["per_build"], bool) else "per_build must be true or false"
 
 

@@ -39,6 +39,9 @@ COST_PER_ROUND = "cost_per_round"
 ERRORS = re.compile(r"error|residual|leak|difference")
 # Ratios that are not of times, errors aside: of losses, and of counts.
 NO_TIMES = re.compile(r"loss_growth|operators")
+# What can bound a time: properties of a host, each with its calibrations, the rows `calibration/<bound>/...`. Between
+# two ranks it is `exchange-2`.
+BOUNDS = ("memory", "matmul", "launch", "exchange", "compiler", "host")
 # Units of times and rates, and how much worse a single reading must look to be measured again: beyond what two H200s
 # read under one build (ms 2.5 %, fraction 3.4 %, ratios 5.5 %, seconds of a compile next to other tests 31 %, of a
 # kernel's first call 62 %).
@@ -90,7 +93,7 @@ class Verdict(Enum):
 
 
 # Fields that a record leaves out if they are empty.
-OPTIONAL = ("paired", "work", "place", "own")
+OPTIONAL = ("paired", "work", "place", "own", "bound")
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,8 @@ class Row:
     place: "suites/compile/test_a.py:42", where the test reports it.
     own: of a ratio to another implementation, the id of the row with the measured program's own time. A gate judges
         that row; if the ratio alone is worse, the other implementation became faster.
+    bound: which of BOUNDS decide a time, "memory, matmul"; it is judged only where their calibrations agree with
+        the reviewed ones (bumpgate.core.hosts).
     """
 
     id: str
@@ -144,6 +149,7 @@ class Row:
     work: str = ""
     place: str = field(default="", compare=False)
     own: str = ""
+    bound: str = ""
 
     def __post_init__(self) -> None:
         for fault in _faults(self):
@@ -424,9 +430,15 @@ def metric(row: Row) -> str:
 
 def is_time(row: Row) -> bool:
     """Whether readings of this row vary with the machine: a time, a rate, or a ratio of times."""
-    if row.unit == "ratio":
-        return not (ERRORS.search(metric(row)) or NO_TIMES.search(metric(row)))
-    return row.unit in TIMES or RATE.fullmatch(row.unit) is not None
+    return of_time(row.id, row.unit)
+
+
+def of_time(id: str, unit: str) -> bool:
+    """Return the same for the id and the unit of a row."""
+    if unit == "ratio":
+        name = id.rpartition("/")[2]
+        return not (ERRORS.search(name) or NO_TIMES.search(name))
+    return unit in TIMES or RATE.fullmatch(unit) is not None
 
 
 def same_value(a: Value, b: Value) -> bool:
@@ -466,6 +478,10 @@ def _faults(row: Row) -> Iterable[str]:
         yield f"paired must be True or False, got {row.paired!r}"
     if not isinstance(row.work, str):
         yield f"work must be a string, got {row.work!r}"
+    if unknown := [
+        name for name in row.bound.split(", ") if row.bound and name.partition("-")[0] not in BOUNDS
+    ]:
+        yield f"bound must be some of {', '.join(BOUNDS)}, got {unknown[0]!r}"
     if row.own and (not ROW_ID.fullmatch(str(row.own)) or row.own == row.id or row.unit != "ratio"):
         yield f"own must be the id of another row, of a ratio, got {row.own!r} and unit {row.unit!r}"
     if row.paired and row.better not in ("exact", "lower", "higher"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ import pytest
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from bumpgate.core import accepted, rules
-from bumpgate.core.baseline import Baseline, inherited, judge, load, other_host
+from bumpgate.core import accepted, hosts, rules
+from bumpgate.core.baseline import CALIBRATION, Baseline, inherited, judge, load
 from bumpgate.core.errors import one_line
 from bumpgate.core.lanes import how_to_declare
 from bumpgate.core.lanes import load as declared_lanes
@@ -30,6 +31,7 @@ from bumpgate.core.rows import Judgement, Row, RowError, Value
 from bumpgate.core.text import printable
 from bumpgate.plugin.lanes import lane_of, lanes_of
 from bumpgate.plugin.provenance import versions
+from bumpgate.plugin.scheduling import alone
 from bumpgate.process.host import cpu_model, host_cores
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ class InfraError(Exception):
 # On the configuration: canaries that ran in this process, by name: the reason of a failure, "" for a pass. A row that
 # requires another one is INSTRUMENT: its canary never ran.
 CANARY_RESULTS = pytest.StashKey[dict[str, str]]()
+# On the configuration: properties of the host that this process has measured, by row id (bumpgate.core.hosts).
+CALIBRATIONS = pytest.StashKey[dict[str, float]]()
 # On an item: a function that returns the state of the machine in lines, shown with a timed row. Raises InfraError if
 # the state invalidates times.
 MACHINE_STATE = pytest.StashKey[Callable[[], list[str]]]()
@@ -116,7 +120,8 @@ class About(TypedDict, total=False):
     rule: the contract row that this one checks, such as "C6".
     evidence: lines for the reader of a red row, in front of the report's own.
     instruments: canaries that must have passed, in addition to the report's and the fixtures' own.
-    per_build, series, paired, work, own: see bumpgate.core.rows.Row.
+    per_build, series, paired, work, own, bound: see bumpgate.core.rows.Row.
+    measured: calibrations by id that the measured process has read itself.
     """
 
     seen: Report | Sized | int
@@ -128,6 +133,8 @@ class About(TypedDict, total=False):
     paired: bool
     work: str
     own: str
+    bound: str
+    measured: Mapping[str, float]
 
 
 Acceptances = Mapping[str, tuple[accepted.Acceptance, ...]]
@@ -143,6 +150,7 @@ class RowRecorder:
     timed: the same, of a median with its interval.
     code: the counts of a compiled kernel.
     defect: whether a known upstream defect is present.
+    calibration: a property of the host, which decides whether the times that it bounds are judged.
 
     Each verb takes `seen`, which says what was observed (see About), judges the row immediately, and returns the
     judgement. Each raises RowError (one line) on an invalid row or an id that this run has already used.
@@ -244,6 +252,24 @@ class RowRecorder:
         interval = (timing.low, timing.high)
         return self._report(id, timing.median, unit, about, interval=interval, **fields)
 
+    def calibration(
+        self,
+        id: str,
+        value: float,
+        unit: str,
+        *,
+        at_most: float | None = None,
+        **about: Unpack[About],
+    ) -> Judgement:
+        """Report a property of the host as `calibration/<bound>/<metric>`, before the times that it bounds.
+
+        at_most: what no such host can reach; an instrument that reads more is broken. Nothing else makes it red.
+        """
+        if not id.startswith(CALIBRATION):
+            raise RowError(f"row {id!r}: the id of a calibration must start with {CALIBRATION!r}")
+        self._item.config.stash.setdefault(CALIBRATIONS, {})[id] = value
+        return self._report(id, value, unit, about, better="derived", at_least=0.0, at_most=at_most)
+
     def code(self, id: str, counts: str, **about: Unpack[About]) -> Judgement:
         """Judge the counts of a compiled kernel (bumpgate.core.code.text) against the reviewed ones for this triton."""
         return self._report(id, counts, "counts", about, better="code")
@@ -279,10 +305,16 @@ class RowRecorder:
             )
         else:
             witness = seen
+        if fields.get("at_most") is not None and is_wall_clock(id, unit) and has_neighbours(self._item):
+            raise RowError(
+                f"row {id!r}: at_most limits seconds of wall time next to other workers: measure CPU seconds "
+                "(an id with cpu_seconds), or request the fixture exclusive_machine"
+            )
         state = self._item.stash.get(MACHINE_STATE, None)
         if state and fields["better"] in ("lower", "higher"):
             evidence += state()
         fields["expected"] = _printable(fields.get("expected"))
+        measured = fields.pop("measured", None)
         fields["series"] = {name: tuple(points) for name, points in (fields.get("series") or {}).items()}
         return self._record(
             Row(
@@ -296,10 +328,11 @@ class RowRecorder:
                 test=self._item.nodeid,
                 place=self._place(),
                 **fields,
-            )
+            ),
+            measured,
         )
 
-    def _record(self, row: Row) -> Judgement:
+    def _record(self, row: Row, measured: Mapping[str, float] | None = None) -> Judgement:
         """Judge a row, and attach the judgement to the reports of its test."""
         if self.ended:  # no report of its test would carry it
             raise RowError(f"row {row.id!r}: reported after {self._item.nodeid} had ended")
@@ -307,8 +340,10 @@ class RowRecorder:
             raise RowError(f"row {row.id!r}: already reported by {self._reported[row.id]}")
         self._reported[row.id] = self._item.nodeid
         judgement = judge(row, self._baseline, failed_instruments=self._unproved(row), build=versions())
-        host = {"cpu": cpu_model(), "cores": host_cores()}
-        judgement = other_host(judgement, self._baseline.made_with, host)
+        if not compared_between_sides():
+            host = {"cpu": cpu_model(), "cores": host_cores()}
+            measured = measured or self._item.config.stash.get(CALIBRATIONS, {})
+            judgement = hosts.on_this_host(judgement, self._baseline, host, measured)
         judgement = accepted.apply(judgement, self._baseline, self._acceptances, accepted.today())
         self._item.user_properties.append((ROW_PROPERTY, json.dumps(judgement.to_json())))
         self._unreported.append(judgement)
@@ -386,6 +421,30 @@ class RowRecorder:
             raise self.failure
 
 
+def is_wall_clock(id: str, unit: str) -> bool:
+    """Return whether a row measures wall time. CPU time has "cpu" in the name of its metric."""
+    return unit in ("s", "ms", "us") and "cpu" not in id.rpartition("/")[2]
+
+
+def has_neighbours(item: pytest.Item) -> bool:
+    """Return whether other workers of this run test at the same time."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1 and not alone(item)
+
+
+def compared_between_sides() -> bool:
+    """Return whether this run is one of a gate whose times are compared between its sides, or not used at all."""
+    return not {"BUMPGATE_DUET", "BUMPGATE_SESSION", "BUMPGATE_UNTIMED"}.isdisjoint(os.environ)
+
+
+def calibrate(item: pytest.Item, lane: str) -> None:
+    """Measure the host's properties once per process, before its first test that has the machine to itself."""
+    if not alone(item) or compared_between_sides():
+        return
+    known = item.config.stash.setdefault(CALIBRATIONS, {})
+    for programs in item.ihook.pytest_bumpgate_calibrations(lane=lanes_of(item.config)[lane]):
+        known.update({id: measure() for id, measure in programs.items() if id not in known})
+
+
 def list_not_run(item: pytest.Item, ids: Iterable[str], reason: str, *, excused: bool = False) -> None:
     """List what a test does not measure; see RowRecorder.not_run. An id may also be that of a test without rows."""
     lines = [f"{id}: {one_line(reason)}" for id in ids]
@@ -443,6 +502,7 @@ def recorder(request: pytest.FixtureRequest) -> Iterator[RowRecorder]:
         mark = f"mark it with @pytest.mark.{names[0]}" if names else how_to_declare("mine")
         raise RowError(f"{item.nodeid} has rows but no lane: {mark}")
     made = recorder_of(item, lane)
+    calibrate(item, lane)
     yield made
     # Only rows that a finalizer reported remain; the others have failed the call.
     made.fail_if_red()

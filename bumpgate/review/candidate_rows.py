@@ -46,7 +46,7 @@ def moved_baseline(
 def _stays_red(j: Judgement, new: Baseline, record: Record, gate: GateFile) -> bool:
     """Return whether a row is red under the new baseline, unless sessions refuted its single reading."""
     refuted = _settled(gate, j) and j.row.interval is None
-    other_host = j.explains and j.row.interval is not None
+    other_host = j.explains and j.row.interval is not None and not j.row.bound
     return (j.red or other_host) and not j.row.unmeasured and not refuted and judged(j, new, record).red
 
 
@@ -74,7 +74,8 @@ def _change(
         # A paired row needs no reviewed value: it passes without one, and sessions judge it.
         return None if verdict is Verdict.PASS else BaselineChange(row.id, None, new, "new")
     settled = _settled(gate, j)
-    if settled and row.interval and not then.red and comparable(old.made_with, record.provenance):
+    another = not row.bound and comparable(old.made_with, record.provenance)
+    if settled and row.interval and not then.red and another:
         return BaselineChange(row.id, was, new, "other host")
     if verdict is Verdict.WIN:
         # A lucky reading, or a fast machine, would make later runs of the same build red.

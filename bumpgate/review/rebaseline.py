@@ -14,6 +14,7 @@ import typer
 from bumpgate.core import lanes
 from bumpgate.core.baseline import (
     BUILD,
+    CALIBRATION,
     Baseline,
     Reviewed,
     comparable,
@@ -25,6 +26,7 @@ from bumpgate.core.baseline import (
     other_build,
 )
 from bumpgate.core.errors import BumpgateError, RefusedError
+from bumpgate.core.hosts import of_host
 from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict, read_record
 from bumpgate.process.file_transaction import Edit, read, replace_all, writing
 from bumpgate.process.tree_digest import measured_tree
@@ -56,6 +58,9 @@ def command(
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Also rows that moved within their tolerance; needs --only.")
     ] = False,
+    times: Annotated[
+        bool, typer.Option("--times", help="Review this machine's times and calibrations, and nothing else.")
+    ] = False,
     other_tree: Annotated[
         bool, typer.Option("--other-tree", help="Use a record that was measured from other sources.")
     ] = False,
@@ -72,6 +77,8 @@ def command(
         raise BumpgateError("rebaseline never runs inside a gate (BUMPGATE_GATE=1)")
     root = find_root(Path.cwd())
     lanes.require(root, lane)
+    if times and (only or prune or refresh):
+        raise BumpgateError("--times takes all times of one machine: leave out --only, --prune and --refresh")
     if refresh and not only:
         raise BumpgateError("--refresh takes what moved within its tolerance: name the rows with --only")
     measured = record or root / "record.json"
@@ -82,7 +89,10 @@ def command(
     with writing(root):
         before = read(root / path)
         old = load(root / path, lane, missing_ok=True)
-        new, changes = plan(found, old, only=only or (), prune=prune, refresh=refresh)
+        if times:
+            new, changes = plan_times(found, old)
+        else:
+            new, changes = plan(found, old, only=only or (), prune=prune, refresh=refresh)
         if new == old:
             typer.echo("nothing to accept: every measured row is within its tolerance")
             return
@@ -121,6 +131,35 @@ def plan(
     return Baseline(
         old.lane, made_with(record) if adopt else old.made_with, changed_rows(old, changes)
     ), changes
+
+
+def plan_times(record: Record, old: Baseline) -> tuple[Baseline, list[BaselineChange]]:
+    """Return the baseline whose times are those of the record's host, with its calibrations, and the changes.
+
+    A time that this host does not run is dropped: it would belong to another one.
+    Raises RefusedError with all reasons at once.
+    """
+    _refuse_record(record, old, (), prune=False)
+    if not _whole(record):
+        raise RefusedError(f"--times needs the record of a whole run: pytest -m {old.lane}")
+    if other := old.made_with and other_build(old.made_with, record.provenance):
+        raise RefusedError(f"{other}: another build is adopted from a whole run, without --times")
+    rows = [j for j in record.judgements if of_host(j.row.id, j.row.better, j.row.unit)]
+    lost = [j for j in rows if j.row.unmeasured and not j.gone]
+    found = [j for j in rows if not j.row.unmeasured and (j.row.id in old.rows or not j.row.paired)]
+    refused = [f"{j.row.id}: {why}" for j in found if (why := _unacceptable(j, Baseline(old.lane), record))]
+    if refused or lost:
+        raise RefusedError(
+            *refused, *(f"{j.row.id} would keep another host's value: {j.reason}" for j in lost)
+        )
+    new = {j.row.id: reviewed(j.row, old.rows.get(j.row.id), record) for j in found}
+    here = {id: row for id, row in old.rows.items() if of_host(id, row.better, row.unit)}
+    changes = [
+        BaselineChange(id, here.get(id), new.get(id), "this host" if id in new else "not run on this host")
+        for id in sorted(here.keys() | new.keys())
+        if here.get(id) != new.get(id)
+    ]
+    return Baseline(old.lane, made_with(record), changed_rows(old, changes)), changes
 
 
 def changed_rows(old: Baseline, changes: Iterable[BaselineChange]) -> dict[str, Reviewed]:
@@ -217,6 +256,8 @@ def _change(j: Judgement, old: Baseline, record: Record, prune: bool, refresh: b
     row, was = j.row, old.rows.get(j.row.id)
     if row.unmeasured:
         return _pruned(was, row.id, record) if prune and j.gone and was else None
+    if old.made_with and (row.id.startswith(CALIBRATION) or (row.bound and j.explains)):
+        return None  # the times of a host change together with its calibrations (--times)
     verdict = judged(j, old, record).verdict
     new = reviewed(row, was, record)
     if verdict is not Verdict.PASS:
@@ -227,8 +268,10 @@ def _change(j: Judgement, old: Baseline, record: Record, prune: bool, refresh: b
         return BaselineChange(row.id, was, new, "refreshed")
     if was and was.test != row.test:
         return BaselineChange(row.id, was, replace(was, test=row.test), "test moved")
-    if was and was.work != row.work:
-        return BaselineChange(row.id, was, replace(was, work=row.work), "work stated")
+    if was and (was.work, was.bound) != (row.work, row.bound):
+        return BaselineChange(
+            row.id, was, replace(was, work=row.work, bound=row.bound), "work or bound stated"
+        )
     return None
 
 
@@ -250,7 +293,17 @@ def reviewed(row: Row, was: Reviewed | None, record: Record) -> Reviewed:
     """
     tolerance = was.tolerance if was and was.better == row.better else row.tolerance
     note = was.note if was else ""
-    found = Reviewed(row.value, row.unit, row.better, tolerance, note, row.test, row.per_build, work=row.work)
+    found = Reviewed(
+        row.value,
+        row.unit,
+        row.better,
+        tolerance,
+        note,
+        row.test,
+        row.per_build,
+        work=row.work,
+        bound=row.bound,
+    )
     if row.better != "code":
         return found
     values = was.values if was and was.better == "code" else {}

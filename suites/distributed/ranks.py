@@ -1,4 +1,4 @@
-"""Ranks in forked processes after one import of torch: functions of programs, training, scaling or nccl.
+"""Ranks in forked processes after one import of torch: functions of programs, training, steps or nccl.
 
 `python -m suites.distributed.ranks cpu 2 '{"case": {"program": ...}}'` prints a JSON line per case: on gloo, or on NCCL
 with "cuda", where each rank has its own GPU. A rank has the contract's variables. One that has returned its result
@@ -113,7 +113,7 @@ def _rank(
     program: str,
     arguments: dict[str, Any],
 ) -> None:
-    from suites.distributed import nccl, programs, scaling, training
+    from suites.distributed import nccl, programs, steps, training
 
     if errors:
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
@@ -123,7 +123,7 @@ def _rank(
     if group_timeout:
         changed = {**contract.rank_variables, "TORCH_DISTRIBUTED_DEFAULT_TIMEOUT": str(group_timeout)}
         contract = replace(contract, rank_variables=changed)
-    function = next(vars(m)[program] for m in (programs, training, scaling, nccl) if program in vars(m))
+    function = next(vars(m)[program] for m in (programs, training, steps, nccl) if program in vars(m))
     try:
         ranks = Ranks(contract, device, given=place)
         ranks.start()
@@ -137,7 +137,7 @@ def _rank(
 def main() -> None:
     import suites.distributed.nccl
     import suites.distributed.programs
-    import suites.distributed.scaling
+    import suites.distributed.steps
     import suites.distributed.training  # noqa: F401  (before the forks, which share them)
 
     device, ranks, cases = sys.argv[1:]

@@ -26,7 +26,7 @@ def test_throughput_scales_over_gpus(lane: Lane, world: int, exclusive_machine: 
 @planted("C14", "an exchange of gradients that takes 300 ms longer")
 def test_exposed_exchange_is_measured(lane: Lane, row) -> None:
     small = {"name": "nam12", "size": "narrow", "pattern": "A", "rows": 1, "tokens": 16, "steps": 2}
-    case = {"program": "measure", "policy": "eager", **small}
+    case = {"program": "measure", "policy": "eager", "work": small}
     found = run_cases({"usual": case, "slow": {**case, "delay": 0.3}}, lane.device)
     assert not any("error" in one for ranks in found.values() for one in ranks), found
     exposed = {

@@ -1,38 +1,45 @@
 """One process of the first-call check: `python -m suites.kernels.first_call CASE`, on the caches of its environment.
 
-The last line of output is JSON: seconds of the op's first forward and backward, including compilation and autotuning,
-and how many kernels they compiled. The peer is called after it, so that its code is cached, too.
+The last line of output is JSON: CPU seconds of the op's first forward and backward, including compilation and
+autotuning, how many kernels they compiled, and what this process read of its host before them. The peer is called after
+it, so that its code is cached, too.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bumpgate.core.rows import write_atomic
+from suites.calibration.measures import OF_HOST
 from suites.kernels.peer_tuning import tuned_case
 from suites.support.child import print_result
 from suites.support.gpu_timing import forward_and_backward
+from suites.support.instruments import cpu_seconds
 
 LIST = "__grp__"  # prefix of Triton's file that lists an entry's files
 
 
-def main(name: str) -> dict[str, float]:
+COMPILER = "calibration/compiler/python_cpu_milliseconds"
+
+
+def main(name: str) -> dict[str, Any]:
     """Run the case at the timed batch size. Raises KeyError on an unknown case."""
     case = tuned_case(name, B=4)
     torch.cuda.synchronize()
-    started = time.perf_counter()
+    host = {COMPILER: OF_HOST[COMPILER].function()}
+    started = cpu_seconds()
     forward_and_backward(case.op, case.inputs)[1]()
     torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
+    seconds = cpu_seconds() - started
     kernels = len(list(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")))
     if case.peer:
         forward_and_backward(case.peer, case.inputs)[1]()
-    return {"seconds": seconds, "kernels": kernels}
+    return {"cpu_seconds": seconds, "kernels": kernels, "host": host}
 
 
 def keep(made: Path, cache: Path) -> None:

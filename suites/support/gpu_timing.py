@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bumpgate.core.baseline import Reviewed
 from bumpgate.process.gpu_shares import untimed
 
 CALLS = 20
@@ -125,23 +124,6 @@ def copy_rate() -> float:
 def matmul_rate() -> float:
     """Return the median of multiplied()."""
     return multiplied().median
-
-
-# By row: the ceilings of a run, which depend on the machine and not on the code under test.
-ANCHORS = {
-    "throughput/anchors/copy_bytes_per_second": copied,
-    "throughput/anchors/matmul_flops": multiplied,
-}
-
-
-def compare_with_reviewed(reviewed: Mapping[str, Reviewed]) -> list[str]:
-    """Return a line with this process's anchors as fractions of their reviewed values; empty if it measured none."""
-    known = [
-        f"{id.rpartition('/')[2]} {anchor().median / reviewed[id].value:.3f}"
-        for id, anchor in ANCHORS.items()
-        if id in reviewed and anchor.cache_info().currsize
-    ]
-    return [f"anchors over their reviewed values: {', '.join(known)}"] if known else []
 
 
 def floor_milliseconds(bytes: float, flops: float) -> float:

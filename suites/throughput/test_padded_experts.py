@@ -23,7 +23,7 @@ from model import preset
 from suites.ops.spec import draw, routing
 from suites.support.gpu_timing import CALLS, forward_and_backward, milliseconds
 from suites.support.lanes import Lane, lanes
-from suites.throughput.full_size import BATCH
+from suites.throughput.full_size import BATCH, DEVICE_BOUND
 
 TOLERANCE = {"milliseconds": 0.06, "peak": 0.02, "ratio": 0.08}
 # Both multiply in bf16 and sum in fp32: they differ by the rounding of the expert's hidden and output.
@@ -111,6 +111,7 @@ def test_padded_against_grouped_experts(lane: Lane, name: str, row, exclusive_ma
                 timing,
                 "ms",
                 tolerance=TOLERANCE["milliseconds"],
+                bound=DEVICE_BOUND,
                 rule="C11",
                 seen=CALLS,
             )
@@ -124,6 +125,7 @@ def test_padded_against_grouped_experts(lane: Lane, name: str, row, exclusive_ma
             timings["padded"].median / timings["grouped"].median,
             "ratio",
             tolerance=TOLERANCE["ratio"],
+            bound=DEVICE_BOUND,
             rule="C11",
             seen=CALLS,
             evidence=[f"outputs differ by {difference:.1e}"],

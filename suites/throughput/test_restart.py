@@ -37,6 +37,7 @@ TOKENS = 4096
 LONGEST = 600
 THREADS = "4"  # a model compiles for longer than the lane's other programs
 TOLERANCE = 0.5
+BOUND = "compiler, host"
 
 
 def started(directory: Path, name: str, policy: str, *claim: str, **environment: str) -> Process:
@@ -132,6 +133,7 @@ def _report_cold(row, name: str, policy: str, cold: Process) -> None:
         cold["seconds"],
         "s",
         tolerance=TOLERANCE,
+        bound=BOUND,
         rule="C37",
         seen=cold["graphs"],
         evidence=[
@@ -190,6 +192,7 @@ def _report_seconds(row, cold: Process, warm: list[Process]) -> None:
             seconds(process),
             "s",
             tolerance=TOLERANCE,
+            bound=BOUND,
             rule="C18",
             seen=process["graphs"],
             evidence=[

@@ -27,6 +27,8 @@ from suites.support.gpu_timing import alternately, median
 from suites.support.lanes import Lane, lanes
 from suites.throughput.full_size import (
     BATCH,
+    DEVICE_BOUND,
+    HOST_BOUND,
     HOST_TOLERANCE,
     TOLERANCE,
     WARMUP,
@@ -109,6 +111,7 @@ def test_own_ops_against_their_peers(lane: Lane, name: str, row, exclusive_machi
             "tokens/s",
             better="higher",
             tolerance=HOST_TOLERANCE[name],
+            bound=HOST_BOUND[name],
             rule="C37",
             seen=called,
             evidence=[f"host: {anchor_milliseconds():.1f} ms for the anchor's work"],
@@ -119,6 +122,7 @@ def test_own_ops_against_their_peers(lane: Lane, name: str, row, exclusive_machi
             done.milliseconds,
             "ms",
             tolerance=TOLERANCE["device"],
+            bound=DEVICE_BOUND,
             rule="C37",
             seen=done.kernels,
             evidence=[f"{done.kernels} kernels"],
@@ -131,6 +135,7 @@ def test_own_ops_against_their_peers(lane: Lane, name: str, row, exclusive_machi
         "ratio",
         better="higher",
         tolerance=HOST_TOLERANCE[name],
+        bound=HOST_BOUND[name],
         at_least=1.0,
         rule="C37",
         seen=called,

@@ -26,7 +26,7 @@ FOUND[2] = {"regional": RANKS, "per_block": [{**ALONE, "step": 2.5}, ALONE]}
 def measured(monkeypatch: pytest.MonkeyPatch, world: int, gpus: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run the test of `world` ranks on a machine of that many GPUs -> its rows, and what it did not run."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(scaling, "run", lambda device, ranks, work, caches: FOUND[min(ranks, 2)])
+    monkeypatch.setattr(scaling, "run", lambda ranks, caches: FOUND[min(ranks, 2)])
     rows: dict[str, Any] = {}
     left_out: dict[str, Any] = {}
 
@@ -80,7 +80,7 @@ def test_failing_rank_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> N
     ranks = [ALONE, {"error": "ContractError: rank 1: no GPU 1, 1 are here"}]
     monkeypatch.setattr(scaling, "run_cases", lambda cases, *_: dict.fromkeys(cases, ranks))
     with pytest.raises(RuntimeError, match=r"^2 ranks: ContractError: rank 1: no GPU 1"):
-        scaling.run("cuda", 2, {}, "")
+        scaling.run(2, "")
 
 
 def test_lane_h200x2_requires_two_gpus_and_judges_throughput() -> None:
