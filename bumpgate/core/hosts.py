@@ -39,7 +39,7 @@ def on_this_host(
     if judgement.verdict not in SETTLED or old is None or not is_time(row) or row.id.startswith(CALIBRATION):
         return judgement
     broken = violation(row) is not None
-    limited = broken and row.bound and row.at_most is not None and is_finite(row.value)
+    limited = broken and row.bound and row.expected is None and is_finite(row.value)
     if not limited and (broken or row.better not in ("lower", "higher")):
         return judgement
     reason = unlike(row, baseline, host, measured)
@@ -55,8 +55,8 @@ def unlike(
 
     A row without a bound is judged on hosts of the same class.
     """
-    old = baseline.rows[row.id]
-    bound = row.bound or old.bound
+    old = baseline.rows.get(row.id)
+    bound = row.bound or (old.bound if old else "")
     if not bound:
         return comparable(baseline.made_with, host)
     # The calibrations measure what the processor and its cores mean for a time.
@@ -68,23 +68,24 @@ def unlike(
 
 def _other(bound: str, row: Row, baseline: Baseline, measured: Mapping[str, float]) -> str | None:
     """Return how this host's calibrations of one bound differ from the reviewed ones by more than the tolerance."""
-    prefix, tolerance = f"{CALIBRATION}{bound}/", baseline.rows[row.id].tolerance or OF_LIMITS
-    reviewed = {id: old for id, old in baseline.rows.items() if id.startswith(prefix)}
+    old = baseline.rows.get(row.id)
+    prefix, tolerance = f"{CALIBRATION}{bound}/", (old.tolerance if old else row.tolerance) or OF_LIMITS
+    reviewed = {
+        id: (reference.value, reference.unit)
+        for id, reference in baseline.rows.items()
+        if id.startswith(prefix) and is_number(reference.value)
+    }
     if not reviewed:
         return (
             f"its reviewed host has no calibration of {bound}: review this one with: {times(baseline.lane)}"
         )
-    for id, old in reviewed.items():
-        name = id.removeprefix(CALIBRATION)
-        here = measured.get(id)
-        assert is_number(old.value), id
+    for id, (value, unit) in reviewed.items():
+        name, here = id.removeprefix(CALIBRATION), measured.get(id)
         if here is None:
             return f"this process has not measured {name}, which bounds it"
-        if abs(here - old.value) > tolerance * abs(old.value):
-            divisor, unit = READABLE.get(old.unit, (1.0, old.unit))
-            return (
-                f"this host's {name}: {here / divisor:.4g} {unit}, reviewed {old.value / divisor:.4g} {unit}"
-            )
+        if abs(here - value) > tolerance * abs(value):
+            divisor, shown = READABLE.get(unit, (1.0, unit))
+            return f"this host's {name}: {here / divisor:.4g} {shown}, reviewed {value / divisor:.4g} {shown}"
     return None
 
 

@@ -24,9 +24,10 @@ from bumpgate.core.baseline import (
     judge,
     load,
     other_build,
+    times,
 )
 from bumpgate.core.errors import BumpgateError, RefusedError
-from bumpgate.core.hosts import of_host
+from bumpgate.core.hosts import measured_in, of_host, unlike
 from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict, read_record
 from bumpgate.process.file_transaction import Edit, read, replace_all, writing
 from bumpgate.process.tree_digest import measured_tree
@@ -243,6 +244,10 @@ def _unacceptable(j: Judgement, old: Baseline, record: Record) -> str | None:
         return None
     if j.row.paired and j.verdict is Verdict.PASS and j.row.id not in old.rows:
         return None  # compared in gates only, and never reviewed
+    new_time = old.made_with and j.row.id not in old.rows and of_host(j.row.id, j.row.better, j.row.unit)
+    measured = measured_in(judgement.row for judgement in record.judgements)
+    if new_time and j.row.bound and (reason := unlike(j.row, old, record.provenance, measured)):
+        return f"{reason}: review all times of this host: {times(old.lane)}"
     now = judged(j, old, record)
     if now.verdict is Verdict.INCONCLUSIVE:
         return f"{now.verdict.value}: {now.reason}"
@@ -256,8 +261,10 @@ def _change(j: Judgement, old: Baseline, record: Record, prune: bool, refresh: b
     row, was = j.row, old.rows.get(j.row.id)
     if row.unmeasured:
         return _pruned(was, row.id, record) if prune and j.gone and was else None
-    if old.made_with and (row.id.startswith(CALIBRATION) or (row.bound and j.explains)):
+    if row.bound and j.explains:
         return None  # the times of a host change together with its calibrations (--times)
+    if row.id.startswith(CALIBRATION):
+        return None if old.made_with else BaselineChange(row.id, None, reviewed(row, None, record), "new")
     verdict = judged(j, old, record).verdict
     new = reviewed(row, was, record)
     if verdict is not Verdict.PASS:

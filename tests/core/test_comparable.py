@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.core.baseline import Baseline, Reviewed, comparable, judge, load, other_host, save
+from bumpgate.core.baseline import Baseline, Reviewed, comparable, judge, load, save
 from bumpgate.core.errors import RefusedError
 from bumpgate.core.findings import Decision
+from bumpgate.core.hosts import on_this_host
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.plugin.provenance import versions
@@ -37,20 +38,21 @@ def test_comparable_reports_differing_host_class() -> None:
     ("fields", "judged"),
     [
         pytest.param(TIMED, False, marks=planted("C37", "a time of another class of host")),
-        ({"better": "lower", "tolerance": 0.1}, True),
+        ({"better": "lower", "tolerance": 0.1}, False),
+        ({"better": "lower", "tolerance": 0.1, "unit": "n"}, True),
         (TIMED | {"at_most": 1.5}, True),
     ],
-    ids=["timed", "not timed", "above a derived bound"],
+    ids=["timed", "read once", "not a time", "above a derived bound"],
 )
 @pytest.mark.parametrize("host", [HOST, HOST | {"cpu": "Xeon"}], ids=["same", "other"])
 def test_time_of_another_host_is_not_judged(
     fields: dict[str, object], judged: bool, host: dict[str, object]
 ) -> None:
     made = Row("a/b/c", 2.0, **{"unit": "s", "witness": 1, "rule": "C37"} | fields)  # type: ignore[arg-type]
-    baseline = Baseline("cpu", HOST, {"a/b/c": Reviewed(1.0, "s", "lower", 0.1, work=made.work)})
+    baseline = Baseline("cpu", HOST, {"a/b/c": Reviewed(1.0, made.unit, "lower", 0.1, work=made.work)})
     found = judge(made, baseline, failed_instruments={})
     assert found.verdict is Verdict.REGRESSION
-    shown = other_host(found, baseline.made_with, host)
+    shown = on_this_host(found, baseline, host, {})
     assert shown.red is (judged or host == HOST)
     if not shown.red:
         assert shown.label == "INCONCLUSIVE (not judged)"

@@ -10,8 +10,9 @@ import pytest
 
 from bumpgate import cli
 from bumpgate.core import lanes
-from bumpgate.core.baseline import Baseline, Reviewed, inherited
+from bumpgate.core.baseline import Baseline, Reviewed, inherited, judge
 from bumpgate.core.lanes import Lane, LaneError
+from bumpgate.core.rows import Row
 from bumpgate.env.lane import LaneContext
 from bumpgate.plugin import devices
 from tests.support.foreign import LANE, Foreign
@@ -215,17 +216,24 @@ def test_lane_inherits_rows_that_no_host_decides() -> None:
         "a/x-h200/sound": Reviewed(True, "bool", "derived", test=test),
         "a/x/code": Reviewed(None, "counts", "code", test=test, values={"3.9.0": "mma=1"}),
         "a/x/defect": Reviewed(1, "present", "defect", test=test),
+        "a/x/limit": Reviewed(2.0, "s", "derived", test=test),
+        "a/x/guards": Reviewed(300, "count", "lower", 0.1, test=test),
         "a/own/n": Reviewed(5, "count", "exact", test=test),
     }
     left = {
         "a/x/seconds": Reviewed(1.0, "s", "lower", 0.1, test=test),
         "a/x/fraction": Reviewed(0.5, "fraction", "higher", 0.1, test=test),
-        "a/x/limit": Reviewed(2.0, "s", "derived", test=test),
+        "calibration/memory/rate": Reviewed(1.0, "bytes/s", "derived", test=test),
     }
     parent = Baseline("h200", {"torch": "2.15.0", "cpu": "Xeon", "driver": "580"}, {**taken, **left})
     own = Baseline("h100", {}, {"a/own/n": Reviewed(6, "count", "exact")})
     found = inherited(own, parent)
-    assert set(found.rows) == {"a/x/n", "a/x-h100/sound", "a/x/code", "a/x/defect", "a/own/n"}
+    assert set(found.rows) == {*taken, "a/x-h100/sound"} - {"a/x-h200/sound"}
+    assert found.elsewhere == {"a/x/seconds", "a/x/fraction"}
+    time = Row("a/x/seconds", 2.0, "s", 1, "C1", better="lower")
+    shown = judge(time, found, failed_instruments={})
+    assert (shown.label, shown.red) == ("INCONCLUSIVE (not judged)", False)
+    assert shown.command == "bumpgate rebaseline --lane h100 --times"
     assert found.rows["a/x/n"].test == "suites/a.py::test_a[x-h100]"
     assert found.rows["a/own/n"].value == 6
     assert found.made_with == {"torch": "2.15.0"}

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from bumpgate.core.baseline import Baseline, Reviewed, judge, other_host
+from bumpgate.core.baseline import Baseline, Reviewed, judge
 from bumpgate.core.findings import PEER
 from bumpgate.core.gate_file import Paired
+from bumpgate.core.hosts import on_this_host
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.process.file_transaction import AdoptionError
 from bumpgate.review.candidate_rows import moved_baseline
@@ -202,7 +203,7 @@ def test_time_of_another_host_that_stays_red_is_listed() -> None:
     old = replace(OLD, made_with={**OLD.made_with, **facts, "cpu": "A"})
     side = reading(1.5, (1.2, 1.9), "2.14.0", **facts)
     (judgement,) = side.record.judgements
-    side.record = replace(side.record, judgements=(other_host(judgement, old.made_with, facts),))
+    side.record = replace(side.record, judgements=(on_this_host(judgement, old, facts, {}),))
     timed = {ID: Paired("SAME", 1.0, (0.99, 1.01), 6)}
     gate: Any = SimpleNamespace(adopted=side, candidate=side, timed=timed, findings=())
     new, _, left = moved_baseline(gate, old, ())

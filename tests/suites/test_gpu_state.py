@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -257,21 +256,6 @@ def test_gpu_is_locked_by_its_uuid(nvml, tmp_path: Path) -> None:
             fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
     with open(tmp_path / "bumpgate-GPU-0.lock") as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_anchors_are_compared_with_reviewed_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    from suites.support import gpu_timing
-
-    copied, multiplied = (cache(lambda: gpu_timing.Rate(4.2e12, 4.1e12, 4.3e12)) for _ in range(2))
-    ids = dict.fromkeys(gpu_timing.ANCHORS)
-    monkeypatch.setattr(gpu_timing, "ANCHORS", dict(zip(ids, (copied, multiplied))))
-    reviewed = {id: Reviewed(4e12, "bytes/s", "higher") for id in ids}
-    assert gpu_timing.compare_with_reviewed(reviewed) == [], "no anchor is measured only for evidence"
-    copied()
-    assert gpu_timing.compare_with_reviewed({}) == []
-    assert gpu_timing.compare_with_reviewed(reviewed) == [
-        "anchors over their reviewed values: copy_bytes_per_second 1.050"
-    ]
 
 
 BODY = """

@@ -14,13 +14,19 @@ from suites.support.child import ROOT
 from suites.support.lanes import LANES
 from suites.support.planted import planted
 
+BOUNDS = {"peak_memory": "", "compile_seconds": "compiler", "compile_skew": "compiler"}
 ALONE = {"step": 1.0, "step_without_exchange": 1.0, "tokens": 100, "peak": 8.0, "compile": 4.0, "timed": 5}
 RANKS = [
     {**ALONE, "step": 1.25, "compile": 5.0},
     {**ALONE, "step": 1.0, "peak": 9.0},
 ]
 FOUND = {1: {"regional": [ALONE], "per_block": [{**ALONE, "step": 1.5}]}}
-FOUND[2] = {"regional": RANKS, "per_block": [{**ALONE, "step": 2.5}, ALONE]}
+LINKS = "calibration/exchange/all_reduce_bytes_per_second"
+FOUND[2] = {
+    "regional": RANKS,
+    "per_block": [{**ALONE, "step": 2.5}, ALONE],
+    "calibrate": [{LINKS: 3e11, "calibration/launch/launch_microseconds": us} for us in (4.0, 5.0)],
+}
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, world: int, gpus: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -28,11 +34,16 @@ def measured(monkeypatch: pytest.MonkeyPatch, world: int, gpus: int) -> tuple[di
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(scaling, "run", lambda ranks, caches: FOUND[min(ranks, 2)])
     rows: dict[str, Any] = {}
+    host: dict[str, Any] = {}
     left_out: dict[str, Any] = {}
 
     class Rows:
-        def cost(self, id: str, value: object, unit: str, **_: object) -> None:
+        def cost(self, id: str, value: object, unit: str, *, bound: str, **_: object) -> None:
             rows[id.rpartition("/")[2]] = value
+            assert bound == BOUNDS.get(id.rpartition("/")[2], f"exchange-{world}, launch-{world}")
+
+        def calibration(self, id: str, value: object, unit: str, **_: object) -> None:
+            host[id] = value
 
         def not_run(self, ids: Iterable[str], reason: str, *, excused: bool) -> None:
             left_out.update(ids=list(ids), reason=reason, excused=excused)
@@ -41,6 +52,11 @@ def measured(monkeypatch: pytest.MonkeyPatch, world: int, gpus: int) -> tuple[di
         scaling.report(world, Rows())
     except pytest.skip.Exception as skip:
         left_out["skipped"] = str(skip)
+    slowest = {
+        f"exchange-{world}/all_reduce_bytes_per_second": 3e11,
+        f"launch-{world}/launch_microseconds": 5.0,
+    }
+    assert host == ({f"calibration/{name}": value for name, value in slowest.items()} if rows else {})
     return rows, left_out
 
 
@@ -74,6 +90,18 @@ def test_rows_of_present_gpus_are_measured(monkeypatch: pytest.MonkeyPatch, worl
             "break_tax_alone": 0.5,
         }
     )
+
+
+def test_negative_break_tax_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two H200s with slow links: breaks cost time, and the step without them waits longer for its exchange."""
+    slow = [{**ALONE, "step": 0.834, "step_without_exchange": 0.654}]
+    found = {**FOUND[2], "regional": slow, "per_block": [{**ALONE, "step": 0.681}]}
+    monkeypatch.setitem(FOUND, 2, found)
+    rows, left_out = measured(monkeypatch, 2, 2)
+    assert "break_tax" not in rows
+    assert "break_tax_alone" in rows
+    assert left_out["ids"] == ["throughput/nam52-full-ddp-2_gpus/break_tax"]
+    assert "exposed communication of 0.22" in left_out["reason"]
 
 
 def test_failing_rank_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
