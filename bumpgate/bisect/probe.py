@@ -24,6 +24,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from bumpgate.bisect.search import ProbeOutcome
+from bumpgate.core import census
 from bumpgate.core.baseline import investigate
 from bumpgate.core.errors import BumpgateError, one_line, text_lines
 from bumpgate.core.findings import PRODUCT, Decision, Finding
@@ -354,7 +355,8 @@ def _last_lines(reading: Reading) -> tuple[str, ...]:
 class SuiteTest:
     """Selection of a lane's tests, decided by the rows and tests that are red at the bad endpoint only.
 
-    A row that is worse than in the first complete record of the good endpoint, by the gate's margins, is red as well.
+    A row that is worse than in the first complete record of the good endpoint, by the gate's margins, is red as well,
+    and so is a test that ran there and that a complete run has lost: it was not collected, or was left out.
 
     A candidate is GOOD if its run is complete and all deciding rows are green, and BAD if one is red in the same way as
     at an endpoint. Other red rows are not counted. If a deciding row is red only in another way (its test raised,
@@ -374,6 +376,7 @@ class SuiteTest:
     variables: Callable[[Environment], Mapping[str, str]] = lambda environment: {}
     run_lane: Callable[..., LaneRun] = run_lane
     reference: Mapping[str, Row] = field(default_factory=dict)
+    expected: frozenset[str] = frozenset()
     kinds: dict[str, set[str]] = field(default_factory=dict)
 
     def run(self, environment: Environment, place: Path) -> Reading:
@@ -408,8 +411,10 @@ class SuiteTest:
         return Reading(place, cause, done.code, failure, done.seconds, dict(environment.packages))
 
     def learn(self, good: Sequence[Reading], bad: Sequence[Reading]) -> None:
-        good_seen, bad_seen = ([Signals(reading) for reading in readings] for readings in (good, bad))
-        self.reference = next((seen.rows for seen in good_seen if seen.reading.whole), {})
+        first = next((Signals(reading) for reading in good if reading.whole), None)
+        self.reference = first.rows if first else {}
+        self.expected = census.ran(first.tests) if first else frozenset()
+        good_seen, bad_seen = ([self._signals(reading) for reading in ends] for ends in (good, bad))
         names = sorted({name for seen in (*good_seen, *bad_seen) for name in seen.verdicts})
         at_good, at_bad = (
             {name: self._red_share(name, ends) for name in names} for ends in (good_seen, bad_seen)
@@ -424,14 +429,14 @@ class SuiteTest:
     def unusable(self, reading: Reading) -> ProbeResult | None:
         if result := without_verdict(reading):
             return result
-        seen = Signals(reading)
+        seen = self._signals(reading)
         red = any(self._verdict(seen, name) is Verdict.REGRESSION for name in seen.verdicts)
         return None if reading.whole or red else _cut_short(reading)
 
     def judge(self, reading: Reading) -> ProbeResult:
         if result := without_verdict(reading):
             return result
-        seen = Signals(reading)
+        seen = self._signals(reading)
         states = {name: self._verdict(seen, name) for name in self.deciding}
         every = [name for name, state in states.items() if state is Verdict.REGRESSION]
         red = [name for name in every if seen.kinds[name] in self.kinds[name]]
@@ -474,6 +479,9 @@ class SuiteTest:
         options = options_of(self.selection, reading.record if reading else None)
         return by_hand(environment.python, self.root, investigate(self.lane, node), options)
 
+    def _signals(self, reading: Reading) -> Signals:
+        return Signals(reading, self.expected)
+
     def _verdict(self, seen: Signals, name: str) -> Verdict:
         """Return a row's verdict in a reading; REGRESSION also if its value is worse than at the good endpoint.
 
@@ -500,10 +508,21 @@ class SuiteTest:
 
 
 class Signals:
-    """Verdicts of all rows and tests in one reading. reading: of a lane run."""
+    """Verdicts of all rows and tests in one reading. reading: of a lane run. expected: tests that it must have run."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: Reading, expected: frozenset[str] = frozenset()) -> None:
         self.reading = reading
+        self.expected = expected
+
+    @property
+    def tests(self) -> Mapping[str, str]:
+        """The census of the run."""
+        return self.reading.record.tests if self.reading.record else {}
+
+    @cached_property
+    def lost(self) -> dict[str, str]:
+        """The expected tests that a complete run has lost, and how; none if its record has no census."""
+        return census.lost(self.expected, self.tests) if self.tests and self.reading.whole else {}
 
     @cached_property
     def rows(self) -> Mapping[str, Row]:
@@ -521,18 +540,19 @@ class Signals:
         skipped = {p.test for p in record.problems if p.kind is ProblemKind.GAP}
         found |= {j.row.id: _row_verdict(j, record, skipped) for j in record.judgements}
         found |= {p.subject: Verdict.INFRA for p in record.problems if p.kind is ProblemKind.INFRA}
-        return found | {p.subject: Verdict.REGRESSION for p in record.problems if p.fault}
+        found |= {p.subject: Verdict.REGRESSION for p in record.problems if p.fault}
+        return found | dict.fromkeys(self.lost, Verdict.REGRESSION)
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """Return row id or test -> how it is red, if it is: BY_VALUE, an exception type, or the signal of a crash."""
+        """Return row id or test -> how it is red: BY_VALUE, an exception type, a signal, or how it was lost."""
         found = {THE_RUN: self.reading.crash} if self.reading.crash else {}
         if record := self.reading.record:
             found |= {p.subject: _exception(p.why) for p in record.problems}
             found |= {
                 j.row.id: _exception(j.reason) if j.row.unmeasured else BY_VALUE for j in record.judgements
             }
-        return found
+        return found | self.lost
 
     def verdict(self, name: str) -> Verdict:
         """Return the verdict of a row or test. A test missing from the record of a complete run has passed."""

@@ -312,6 +312,7 @@ class Record:
 
     complete: every selected test ran to its end.
     problems: each red: a failed test whose red rows do not show why, a skip under --gate.
+    tests: node id -> outcome (bumpgate.core.census); empty in a record of an older bumpgate or of a killed run.
     sealed: read from a file that has a digest of itself, as every run writes now.
     """
 
@@ -319,6 +320,7 @@ class Record:
     judgements: tuple[Judgement, ...]
     complete: bool = True
     problems: tuple[Problem, ...] = ()
+    tests: Mapping[str, str] = field(default_factory=dict, hash=False)
     sealed: bool = field(default=False, compare=False)
 
     @property
@@ -339,15 +341,17 @@ def write_record(
     *,
     complete: bool = True,
     problems: Iterable[Problem] = (),
+    tests: Mapping[str, str] | None = None,
 ) -> Record:
     """Write record.json atomically, rows sorted by id, without secrets."""
     ordered = tuple(sorted(judgements, key=lambda j: j.row.id))
-    record = Record(provenance, ordered, complete, tuple(problems))
+    record = Record(provenance, ordered, complete, tuple(problems), dict(sorted((tests or {}).items())))
     raw = {
         "schema": RECORD_SCHEMA,
         "complete": record.complete,
         "provenance": dict(record.provenance),
         "problems": [problem.to_json() for problem in record.problems],
+        "tests": record.tests,
         "rows": [j.to_json() for j in record.judgements],
     }
     raw = json.loads(redacted(json.dumps(raw, allow_nan=False)))
@@ -381,14 +385,15 @@ def read_record(path: Path) -> Record:
             raise RecordError(f"{path.name}: has the row {twice[0]} more than once; {remake}")
         problems = tuple(Problem.from_json(problem) for problem in raw["problems"])
         provenance = dict(raw["provenance"])
-        return Record(provenance, judgements, raw["complete"], problems, sealed="digest" in raw)
+        tests = {str(test): str(outcome) for test, outcome in raw.get("tests", {}).items()}
+        return Record(provenance, judgements, raw["complete"], problems, tests, sealed="digest" in raw)
     except OSError as error:
         raise RecordError(f"{path.name}: cannot be read ({error.strerror}); {remake}") from None
     except RowError as error:
         raise RecordError(f"{path.name}: {error}; {remake}") from None
     except RecordError:
         raise
-    except (ValueError, TypeError, KeyError, RecursionError, lzma.LZMAError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, lzma.LZMAError) as error:
         raise RecordError(f"{path.name}: not a record ({one_line(error)}); {remake}") from None
 
 

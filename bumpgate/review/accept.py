@@ -31,7 +31,7 @@ from bumpgate.core.rows import Judgement, Record, is_finite
 from bumpgate.process.file_transaction import Edit, replace_all, writing
 from bumpgate.process.file_transaction import read as read_text
 from bumpgate.process.tree_digest import Binding, bind, measured_tree
-from bumpgate.review.rebaseline import refuse_other_tree
+from bumpgate.review.rebaseline import refuse_other_tree, refuse_unproved
 
 HEAD = """\
 # Differences that are accepted until a day: `bumpgate accept` writes them, an expired one is red.
@@ -76,6 +76,8 @@ def command(
         else:
             measured = record or root / "record.json"
             found = read(measured)
+            if isinstance(found, Record):
+                refuse_unproved(found)
             made = _entry(root, measured, found, row, lane, owner, reason, _day(expires))
             if not other_tree:
                 _refuse_other_tree(root, measured, found)

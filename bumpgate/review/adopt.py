@@ -53,9 +53,9 @@ from bumpgate.review.measured_set import (
     canonical,
     check_named,
     measured_set,
-    some,
 )
 from bumpgate.review.rebaseline import diff as baseline_diff
+from bumpgate.review.rebaseline import some
 from bumpgate.review.requirements import moved_requirements
 from bumpgate.review.reviewed_findings import reviewed as review_of
 

@@ -33,11 +33,11 @@ from bumpgate.env.locks import Lock, Wheel
 from bumpgate.env.request import Request
 from bumpgate.env.store import sha256_of, store_root
 from bumpgate.process.file_transaction import AdoptionError, read
+from bumpgate.review.rebaseline import some
 from bumpgate.wheels.store import kernel_store
 
 # Of an interpreter's image, and of the program that measures.
 OF_IMAGE = ("bumpgate", "pip", "setuptools", "wheel")
-SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,6 @@ def adopted_differences(lock: Lock, side: GateSide, baseline: Baseline) -> list[
     reviewed = TorchBuild.of(baseline.made_with, "torch", "torch_git")
     known = ("torch",) if reviewed.shown_same(measured_torch(side.record)) else ()
     return differences(lock, side.packages, known)
-
-
-def some(lines: Sequence[str]) -> str:
-    """Return the first few lines, and how many more there are."""
-    more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    return f"{', '.join(lines[:SHOWN])}{more}"
 
 
 def _of_interpreter(lane: LaneContext, path: Path, gate: GateFile, named: Named, python: str) -> MeasuredSet:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from bumpgate.core import lanes
+from bumpgate.core import census, lanes
 from bumpgate.core.baseline import (
     BUILD,
     CALIBRATION,
@@ -33,7 +33,14 @@ from bumpgate.process.file_transaction import Edit, read, replace_all, writing
 from bumpgate.process.tree_digest import measured_tree
 from bumpgate.table import change_lines
 
+SHOWN = 3
 MADE_WITH = ("torch", "torch_git", "triton", "python", "wheel_set", "device", "cpu", "cores", "driver")
+
+
+def some(lines: Sequence[str]) -> str:
+    """Return the first few lines, and how many more there are."""
+    more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return f"{', '.join(lines[:SHOWN])}{more}"
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,8 @@ def command(
         typer.Option(help="Row ids to accept, as a glob: 'compile/*/graph_breaks'; repeatable."),
     ] = None,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Also drop rows that nothing measures any more.")
+        bool,
+        typer.Option("--prune", help="Also drop rows and tests that a whole run does not have any more."),
     ] = False,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Also rows that moved within their tolerance; needs --only.")
@@ -70,6 +78,7 @@ def command(
     """Accept the values of a run: rewrite only the rows that are new or outside their tolerance.
 
     The record must be of the present sources, committed or not; documents and baselines may have changed.
+    The tests of the run join the reviewed set of the lane's tests; --prune drops those that a whole run lacks.
     Hand-edited tolerances and notes are kept. A record of another torch or triton is accepted completely or not at all.
 
     Exit codes: 0 done (or nothing to do), 1 refused and nothing written, 4 bad input.
@@ -84,25 +93,74 @@ def command(
         raise BumpgateError("--refresh takes what moved within its tolerance: name the rows with --only")
     measured = record or root / "record.json"
     found = read_record(measured)
+    refuse_unproved(found)
     if not other_tree:
         refuse_other_tree(found, measured_tree(root, measured))
-    path = f"baselines/{lane}.json"
+    place = root / "baselines" / f"{lane}.json"
     with writing(root):
-        before = read(root / path)
-        old = load(root / path, lane, missing_ok=True)
+        before, tests_before = read(place), read(census.path(place))
+        old, tests = load(place, lane, missing_ok=True), census.load(census.path(place))
         if times:
             new, changes = plan_times(found, old)
         else:
             new, changes = plan(found, old, only=only or (), prune=prune, refresh=refresh)
-        if new == old:
+        now = tests if only or times else reviewed_tests(found, tests, prune=prune)
+        edits = [Edit(f"baselines/{place.name}", before, file_text(new))] if new != old else []
+        if now != tests:
+            edits.append(Edit(f"baselines/{lane}.tests", tests_before, census.text(now)))
+        typer.echo(diff(old, new, changes) + tests_diff(tests, now), nl=False)
+        if gone := _left(found, old, new, now, prune=prune):
+            typer.echo(f"kept although nothing measures it: {some(gone)}; drop with --prune")
+        if not edits:
             typer.echo("nothing to accept: every measured row is within its tolerance")
             return
-        typer.echo(diff(old, new, changes), nl=False)
         if dry_run:
             typer.echo("dry run: nothing written")
             return
-        replace_all(root, [Edit(path, before, file_text(new))])
-    typer.echo(f"wrote {path}; review it with: git diff {path}")
+        replace_all(root, edits)
+    paths = " ".join(edit.path for edit in edits)
+    typer.echo(f"wrote {paths}; review it with: git diff {paths}")
+
+
+def refuse_unproved(record: Record) -> None:
+    """Raise RefusedError on a record that no run of this bumpgate wrote, or whose run measured nothing."""
+    again = f"run pytest -m {record.provenance.get('lane')} again"
+    if not record.sealed:
+        raise RefusedError(f"the record has no digest of itself, so it may have been edited: {again}")
+    measured = [j for j in record.judgements if not (j.row.unmeasured or j.row.id.startswith(CALIBRATION))]
+    if not (record.complete or measured):
+        why = f": {record.problems[0]}" if record.problems else ""
+        raise RefusedError(
+            f"the run is NOT COMPLETE and measured no row{why}: correct what ended it, and {again}"
+        )
+
+
+def reviewed_tests(record: Record, old: Collection[str], *, prune: bool) -> frozenset[str]:
+    """Return the reviewed set of a lane's tests after a run. The first set is that of a whole run.
+
+    prune: drop the tests that a whole run does not collect any more.
+    """
+    whole = _whole(record)
+    if not record.tests or not (old or whole):
+        return frozenset(old)
+    return census.reviewed(old, record.tests, whole=whole and (prune or not old))
+
+
+def tests_diff(old: Collection[str], new: Collection[str]) -> str:
+    """Return the change of the reviewed set of tests, one line for each direction."""
+    sides = {"new": sorted({*new} - {*old}), "gone": sorted({*old} - {*new})}
+    return "".join(
+        f"tests       {len(names)} {word}: {some(names)}\n" for word, names in sides.items() if names
+    )
+
+
+def _left(record: Record, old: Baseline, new: Baseline, tests: Collection[str], *, prune: bool) -> list[str]:
+    """Return the reviewed rows and tests that stay although a whole run does not have them."""
+    if prune or not _whole(record):
+        return []
+    rows = [j.row.id for j in record.judgements if j.gone and j.row.id in old.rows and j.row.id in new.rows]
+    absent = census.lost(tests, record.tests) if record.tests else {}
+    return [*rows, *(test for test, outcome in absent.items() if outcome == census.ABSENT)]
 
 
 def plan(

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate.bisect import attribution
 from bumpgate.bisect.attribution import Attribution, AttributionError, Mixture, PackageChange, attribute
 from bumpgate.bisect.search import ProbeOutcome
-from tests.support.searching import RUNS, SIGNIFICANCE, mutant_of, tail
+from tests.support.searching import RUNS, SIGNIFICANCE, tail
 
 FIXED = settings(derandomize=True, max_examples=80, deadline=None)
 NAMES = "abcdefghij"
@@ -54,11 +53,11 @@ def names(found: Attribution) -> set[str]:
     return {change.name for change in found.changes}
 
 
-def check_every_culprit(module: Any) -> None:
+def test_every_culprit_is_found() -> None:
     """Every single package, pair and triple of ten is found exactly; a single one in few probes."""
     for size in (1, 2, 3):
         for culprits in combinations(NAMES, size):
-            found = module.attribute(GOOD_SET, BAD_SET, red_with(*culprits))
+            found = attribute(GOOD_SET, BAD_SET, red_with(*culprits))
             assert names(found) == set(culprits), (culprits, found)
             assert found.probes == found.mixtures, "without noise no mixture is read twice"
             assert found.unresolved == 0
@@ -67,21 +66,12 @@ def check_every_culprit(module: Any) -> None:
             assert size > 1 or found.probes <= 2 + 2 * 4 + 1, (culprits, found)
 
 
-def test_every_culprit_is_found() -> None:
-    check_every_culprit(attribution)
-
-
 def test_attribution_probe_counts_are_bounded() -> None:
-    """Ten changed packages: the mean over all culprits, compared with the minimum number of binary answers."""
+    """Of ten changed packages; any search needs 5.3 probes for one culprit and 7.5 for two, on average."""
     single = [attribute(GOOD_SET, BAD_SET, red_with(c)).probes for c in NAMES]
     pairs = [attribute(GOOD_SET, BAD_SET, red_with(*c)).probes for c in combinations(NAMES, 2)]
-    text = (
-        f"one of ten: mean {sum(single) / len(single):.1f}, most {max(single)} (2 ends + log2(10) = 5.3 at least);"
-        f" two of ten: mean {sum(pairs) / len(pairs):.1f}, most {max(pairs)} (2 ends + log2(45) = 7.5 at least)"
-    )
-    print(text)
-    assert max(single) <= 11, text
-    assert max(pairs) <= 32, text
+    assert max(single) <= 11
+    assert max(pairs) <= 32
 
 
 def test_grouped_packages_are_never_separated() -> None:
@@ -124,7 +114,7 @@ def test_added_or_removed_package_is_a_change() -> None:
         }
 
 
-def check_broken_mixtures(module: Any) -> None:
+def test_uninstallable_mixtures_are_unresolved() -> None:
     """torch and triton only install together, but do not declare it: mixtures of both sides are unresolved."""
     for culprit, blamed in (("a", {"a", "b"}), ("b", {"a", "b"}), ("g", {"g"})):
 
@@ -133,13 +123,9 @@ def check_broken_mixtures(module: Any) -> None:
                 return ProbeOutcome.SKIP
             return ProbeOutcome.BAD if culprit in mixture else ProbeOutcome.GOOD
 
-        found = module.attribute(GOOD_SET, BAD_SET, probe)
+        found = attribute(GOOD_SET, BAD_SET, probe)
         assert names(found) == blamed, (culprit, found)
         assert culprit == "g" or found.unresolved >= 2, "a alone and b alone were tried"
-
-
-def test_uninstallable_mixtures_are_unresolved() -> None:
-    check_broken_mixtures(attribution)
 
 
 def test_unresolved_mixtures_are_counted() -> None:
@@ -162,42 +148,16 @@ def other_names(found: Attribution) -> list[set[str]]:
     return [{change.name for change in other} for other in found.others]
 
 
-def check_complement(module: Any) -> None:
+def test_bad_set_without_the_culprit_is_checked() -> None:
     """Two independently sufficient causes, and one that another package of the bad set masks."""
-    either = module.attribute(GOOD_SET, BAD_SET, red_where(lambda m: "a" in m or "f" in m))
+    either = attribute(GOOD_SET, BAD_SET, red_where(lambda m: "a" in m or "f" in m))
     assert (names(either), other_names(either), either.needed) == ({"a"}, [{"f"}], False)
-    pair = module.attribute(GOOD_SET, BAD_SET, red_where(lambda m: m >= {"a", "b"} or "g" in m))
+    pair = attribute(GOOD_SET, BAD_SET, red_where(lambda m: m >= {"a", "b"} or "g" in m))
     assert (names(pair), other_names(pair), pair.needed) == ({"a", "b"}, [{"g"}], False)
     # a alone is red, but not together with the bad set's b: the bad set is red because of c.
     rule = red_where(lambda m: ("a" in m and "b" not in m) or "c" in m)
-    prevented = module.attribute(GOOD_SET, BAD_SET, rule, first="a")
+    prevented = attribute(GOOD_SET, BAD_SET, rule, first="a")
     assert (names(prevented), other_names(prevented), prevented.needed) == ({"c"}, [{"a"}], True)
-
-
-def test_bad_set_without_the_culprit_is_checked() -> None:
-    check_complement(attribution)
-
-
-@pytest.mark.parametrize(
-    ("check", "old", "new"),
-    [
-        (
-            check_every_culprit,
-            "[parts[:a] + parts[b:] for a, b in cuts]",
-            "[parts[:a] + parts[b + 1:] for a, b in cuts]",
-        ),
-        (
-            check_broken_mixtures,
-            "return self.of(_names(parts)) is ProbeOutcome.BAD",
-            "return self.of(_names(parts)) is not ProbeOutcome.GOOD",
-        ),
-        (check_complement, "if len(causes) == CAUSES or not readings.red(left):", "if True:"),
-    ],
-    ids=["a border part is lost", "a failed install is red", "no complement check"],
-)
-def test_mutant_of_attribution_is_caught(check: Callable[[Any], None], old: str, new: str) -> None:
-    with pytest.raises(AssertionError):
-        check(mutant_of(attribution, old, new))
 
 
 def test_complement_that_cannot_run_is_not_separable() -> None:

@@ -17,13 +17,11 @@ from pathlib import Path
 import pytest
 
 from bumpgate.bisect import bisection
-from bumpgate.env.build import NotInstallable
 from suites.support.child import ROOT
 from tests.support import golden
 from tests.support.builds import JUDGE, RAISES, Ran, bisecting, make_builds, start
 from tests.support.killing import KillPoints, check_every_kill_point, readings, run_loop
 from tests.support.local_index import LocalIndex, isolated
-from tests.support.searching import mutant_of
 
 Run = Callable[..., Ran]
 
@@ -316,17 +314,3 @@ def test_flaky_test_is_probed_again_until_settled(tmp_path: Path) -> None:
     assert result.misreads == 2
     assert len(runs) == sum(code is not None for code in readings(tmp_path / "noisy").values())
     assert max(Counter(runs).values()) > 2
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("known=[*known, *self.state.mixtures]", "known=known"),
-        ("        self.state.record_mixture(mixture, result.outcome)\n", ""),
-    ],
-    ids=["mixtures forgotten", "mixtures not written down"],
-)
-def test_mutant_loop_that_loses_readings_is_caught(old: str, new: str, tmp_path: Path) -> None:
-    mutant = mutant_of(bisection, old, new)
-    with pytest.raises((AssertionError, NotInstallable)):
-        check_every_kill_point(mutant, tmp_path)

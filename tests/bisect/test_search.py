@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from bumpgate.bisect import posterior, search
+from bumpgate.bisect import search
 from bumpgate.bisect.journal import BisectPlan
-from bumpgate.bisect.posterior import capacity, noises
+from bumpgate.bisect.posterior import noises
 from bumpgate.bisect.search import ProbeOutcome, Search, SearchError, SearchResult, batch
-from tests.support.searching import RUNS, SIGNIFICANCE, drive, labels, mutant_of, noisy, tail
+from tests.support.searching import RUNS, SIGNIFICANCE, drive, labels, noisy, tail
 
 # Probes beyond log2(n), for 97 of 100 runs at 10 % false BAD: two endpoints, the loss of the noisy channel, and repeats
 # until the answer is distinct from both neighbours at confidence 0.98. Measured: 12 suffices for 981 of 1000 runs at 60
@@ -33,37 +33,16 @@ def test_misread_rates_considered_are_a_distribution() -> None:
     assert {pair[0] for pair, _ in noises(0.1, None)} == {0.1}
 
 
-def check_every_place(module: Any, sizes: Iterator[int] | range) -> None:
-    for n in sizes:
+def test_search_without_noise_uses_the_fewest_probes() -> None:
+    """ceil(log2(places)) probes and the two endpoints: the minimum for any search."""
+    for n in range(2, 65):
         bound = math.ceil(math.log2(n - 1)) + 2
         for first_bad in range(1, n):
-            searched = module.Search(labels(n), labels(n)[0], labels(n)[-1])
+            searched = Search(labels(n), labels(n)[0], labels(n)[-1])
             result = drive(searched, lambda i: "BAD" if i >= first_bad else "GOOD", limit=2 * bound)  # noqa: B023
             assert (result.suspects, result.last_old) == ((first_bad,), first_bad - 1), (n, first_bad, result)
             assert result.posterior == pytest.approx(1.0, abs=1e-12)
             assert result.probes <= bound, f"{n} candidates, first bad {first_bad}: {result.probes} > {bound}"
-
-
-def test_search_without_noise_uses_the_fewest_probes() -> None:
-    """ceil(log2(places)) probes and the two endpoints: the minimum for any search."""
-    check_every_place(search, range(2, 65))
-
-
-def test_sixty_candidates_take_six_probes_and_two_endpoints() -> None:
-    worst = max(
-        drive(Search(labels(60), labels(60)[0], labels(60)[-1]), lambda i: "BAD" if i >= k else "GOOD").probes  # noqa: B023
-        for k in range(1, 60)
-    )
-    assert worst == 6 + 2
-
-
-def test_mutant_with_likelihood_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant = mutant_of(
-        posterior, "accumulate(as_old, initial=0.0)", "accumulate([0.0, *as_old[:-1]], initial=0.0)"
-    )
-    monkeypatch.setattr(search, "believe", mutant.believe)
-    with pytest.raises(AssertionError):
-        check_every_place(search, range(2, 8))
 
 
 def simulate(
@@ -79,35 +58,20 @@ def simulate(
     return runs
 
 
-def summary(n: int, false_bad: float, false_good: float, runs: list[tuple[int, SearchResult]]) -> str:
-    probes = sorted(result.probes for _, result in runs)
-    right = sum(result.suspects == (k,) for k, result in runs)
-    least = math.log2(n - 1) / capacity(false_bad, false_good)
-    return (
-        f"{n} candidates, {false_bad:.0%} false BAD, {false_good:.0%} false GOOD: {right} of {len(runs)} right;"
-        f" probes with ends: mean {sum(probes) / len(probes):.1f}, 97 % within {probes[int(0.97 * len(probes))]},"
-        f" most {probes[-1]}; log2 of the places {math.log2(n - 1):.1f}, over the channel's capacity {least:.1f}"
-    )
-
-
 @pytest.mark.parametrize("n", [8, 60])
 def test_search_with_10_percent_false_bad_finds_the_change(n: int) -> None:
     """10 % false BAD: right and within log2(n) + MARGIN in 97 % of all runs, by an exact binomial test."""
     runs = simulate(n, 0.1, 0.0, seed=n)
     within = sum(r.suspects == (k,) and r.probes <= math.log2(n) + MARGIN for k, r in runs)
-    text = summary(n, 0.1, 0.0, runs)
-    print(text)
-    assert tail(within, RUNS, 0.97) < SIGNIFICANCE, f"{within} right within log2(n) + {MARGIN}; {text}"
+    assert tail(within, RUNS, 0.97) < SIGNIFICANCE, f"{within} right within log2(n) + {MARGIN}"
 
 
 def test_search_with_misreads_both_ways_within_a_budget() -> None:
     """10 % of all readings false, the answer forced after 20 probes and 2 endpoints: right in 95 % of all runs."""
     runs = simulate(60, 0.1, 0.1, seed=5, budget=22)
-    text = summary(60, 0.1, 0.1, runs)
-    print(text)
     right = sum(r.suspects == (k,) for k, r in runs)
     assert max(r.probes for _, r in runs) <= 22
-    assert right >= 0.95 * RUNS, text
+    assert right >= 0.95 * RUNS
     # Uncertain answers are marked: posteriors are probabilities, checked against the rate of right answers.
     stated = math.fsum(r.posterior for _, r in runs)
     assert abs(stated - right) < 4 * math.sqrt(RUNS * 0.05), (stated, right)
@@ -117,20 +81,7 @@ def test_search_without_a_budget_reaches_its_confidence() -> None:
     count = 300
     runs = simulate(60, 0.1, 0.1, seed=6, count=count)
     right = sum(r.suspects == (k,) for k, r in runs)
-    text = summary(60, 0.1, 0.1, runs)
-    print(text)
-    assert right >= count * 0.98 - 3 * math.sqrt(count * 0.98 * 0.02), text
-
-
-def test_plain_bisection_fails_with_a_flaky_probe() -> None:
-    """Control: a plain bisection with the same probe finds the change in far less than 97 % of the runs."""
-    dice = random.Random(3)
-    right = 0
-    for _ in range(200):
-        first_bad = dice.randrange(1, 60)
-        searched = Search(labels(60), labels(60)[0], labels(60)[-1])
-        right += drive(searched, noisy(first_bad, 0.1, 0.0, dice)).suspects == (first_bad,)
-    assert right / 200 < 0.9, right
+    assert right >= count * 0.98 - 3 * math.sqrt(count * 0.98 * 0.02)
 
 
 def test_steps_left_estimates_the_number_of_probes() -> None:
@@ -375,13 +326,14 @@ def test_invalid_search_is_refused_in_one_line(
 # Builds that cannot be probed: the search jumps over them, and reports a range next to the change.
 
 
-def check_skips(module: Any, n: int = 18) -> None:
+def test_broken_builds_next_to_the_change_give_a_range() -> None:
     """Every run of up to four broken builds, with every fault position: the answer is as exact as possible."""
+    n = 18
     for first_bad in range(1, n):
         for start in range(1, n - 1):
             for stop in range(start + 1, min(start + 5, n)):
                 broken = range(start, min(stop, n - 1))
-                searched = module.Search(labels(n), labels(n)[0], labels(n)[-1])
+                searched = Search(labels(n), labels(n)[0], labels(n)[-1])
                 result = drive(
                     searched,
                     lambda i: "SKIP" if i in broken else "BAD" if i >= first_bad else "GOOD",  # noqa: B023
@@ -396,27 +348,15 @@ def check_skips(module: Any, n: int = 18) -> None:
                 assert result.last_old == low - 1
 
 
-def test_broken_builds_next_to_the_change_give_a_range() -> None:
-    check_skips(search)
-
-
-def skips_taken(module: Any) -> float:
-    """Mean number of failed installs if 20 nights in the middle of 60 are broken and the fault is elsewhere."""
+def test_search_jumps_over_a_long_run_of_broken_builds() -> None:
+    """20 nights in the middle of 60 are broken, and the fault is elsewhere: few failed installs, on average."""
     broken, taken = range(20, 40), []
     for first_bad in (*range(1, 20), *range(41, 60)):
-        searched = module.Search(labels(60), labels(60)[0], labels(60)[-1])
+        searched = Search(labels(60), labels(60)[0], labels(60)[-1])
         result = drive(searched, lambda i: "SKIP" if i in broken else "BAD" if i >= first_bad else "GOOD")  # noqa: B023
         assert result.suspects == (first_bad,)
         taken.append(sum(outcome.value == "SKIP" for _, outcome in searched.history))
-    return sum(taken) / len(taken)
-
-
-def test_search_jumps_over_a_long_run_of_broken_builds() -> None:
-    """The control, a mutant, tries them one after another."""
-    control = skips_taken(
-        mutant_of(search, "gains[i - self.first] * self._installs(i)", "gains[i - self.first]")
-    )
-    assert skips_taken(search) <= 4 < control / 2, (skips_taken(search), control)
+    assert sum(taken) / len(taken) <= 4
 
 
 def test_unknown_outcome_is_retried_then_set_aside() -> None:
@@ -443,10 +383,10 @@ def planned(nights: int = 60, misreads: float | None = 0.0) -> Search:
     return BisectPlan(names, names[0], names[-1], (), misreads, misreads).search()
 
 
-def rounds(module: Any, searched: Search, first_bad: int, workers: int) -> tuple[int, SearchResult]:
+def rounds(searched: Search, first_bad: int, workers: int) -> tuple[int, SearchResult]:
     """Run to the end without misreads; return the number of rounds and the answer."""
     count = 0
-    while due := module.batch(searched, workers):
+    while due := batch(searched, workers):
         assert len(due) <= workers
         count += 1
         for index in due:
@@ -457,16 +397,12 @@ def rounds(module: Any, searched: Search, first_bad: int, workers: int) -> tuple
     return count, result
 
 
-def check_four_workers(module: Any) -> None:
+def test_four_workers_need_at_most_three_rounds_after_ends() -> None:
     """60 nights, every place of the fault: at most three rounds after the round of the ends."""
     for first_bad in range(1, 60):
-        count, result = rounds(module, planned(), first_bad, 4)
+        count, result = rounds(planned(), first_bad, 4)
         assert (result.suspects, result.confirmed) == ((first_bad,), True)
         assert count <= 1 + 3
-
-
-def test_four_workers_need_at_most_three_rounds_after_ends() -> None:
-    check_four_workers(search)
 
 
 def test_batch_for_one_worker_equals_sequential_search() -> None:
@@ -483,46 +419,6 @@ def test_batch_excludes_skipped_candidate() -> None:
         searched.record(index, outcome)
     assert 4 not in batch(searched, 8)
     assert len(set(batch(searched, 3))) == 3
-
-
-@pytest.mark.parametrize(
-    ("check", "old", "new"),
-    [
-        (
-            lambda module: check_every_place(module, range(2, 8)),
-            "range(self.first + kept[0], self.first + kept[-1] + 1)",
-            "range(self.first + kept[0] - 1, self.first + kept[-1])",
-        ),
-        (
-            lambda module: check_skips(module, n=8),
-            "            self._aside.add(index)\n",
-            "            pass\n",
-        ),
-        (
-            lambda module: check_skips(module, n=8),
-            "                classes[-1].append(k)\n",
-            "                classes.append([k])\n",
-        ),
-        (
-            check_four_workers,
-            "outcomes = [([(due[0], ahead.new)], new), ([(due[0], ahead.old)], 1 - new)]",
-            "outcomes = []",
-        ),
-        (check_four_workers, "if chosen.count(index) < counts[index] and", "if index not in chosen and"),
-        (check_four_workers, "new = ahead.chance(due[0])", "new = 1.0"),
-    ],
-    ids=[
-        "answer off by one",
-        "skips ignored",
-        "skipped builds omitted",
-        "no batch ahead",
-        "no repeats in a batch",
-        "one future only",
-    ],
-)
-def test_mutant_of_the_search_is_caught(check: Callable[[Any], None], old: str, new: str) -> None:
-    with pytest.raises(AssertionError):
-        check(mutant_of(search, old, new))
 
 
 def test_chance_matches_the_posterior() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,6 @@ from bumpgate.core import kernel_code
 from bumpgate.core.baseline import Baseline, judge
 from bumpgate.core.rows import Judgement, Problem, Row, Verdict, write_record
 from bumpgate.process import runner
-from tests.support.searching import mutant_of
 
 
 def test_caches_of_a_probe_are_empty_and_are_deleted(tmp_path: Path) -> None:
@@ -44,7 +43,6 @@ class Readings:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.module: Any = probe
         self.made = 0
 
     def __call__(
@@ -54,6 +52,7 @@ class Readings:
         complete: bool = True,
         failure: str = "",
         code: int = 1,
+        tests: Mapping[str, str] | None = None,
         **fields: Any,
     ) -> Reading:
         self.made += 1
@@ -65,8 +64,9 @@ class Readings:
             rows,
             complete=complete,
             problems=map(Problem.from_json, problems),
+            tests=tests,
         )
-        return self.module.Reading(place, self.module.Cause[fields.get("cause", "RAN")], code, failure)
+        return Reading(place, Cause[fields.get("cause", "RAN")], code, failure)
 
 
 @pytest.fixture
@@ -95,9 +95,9 @@ def test_selection_that_cannot_run_ends_the_bisect(code: int, words: str, tmp_pa
 GREEN, RED = Verdict.PASS, Verdict.REGRESSION
 
 
-def suite(module: Any, reading: Readings) -> Any:
+def suite(reading: Readings) -> SuiteTest:
     """A suite of two endpoints: `model` is red at the bad one, `old` at both, `fixed` at the good one."""
-    made = module.SuiteTest(Path(), "cpu", (), "torch")
+    made = SuiteTest(Path(), "cpu", (), "torch")
     good = reading(row("model", GREEN), row("old", RED), row("fixed", RED))
     bad = reading(
         row("model", Verdict.CHANGED), row("old", RED), row("fixed", GREEN), problems=["t.py::x: raised"]
@@ -106,9 +106,8 @@ def suite(module: Any, reading: Readings) -> Any:
     return made
 
 
-def check_what_decides(module: Any, reading: Readings) -> None:
-    reading.module = module
-    test = suite(module, reading)
+def test_probe_decides_by_rows_red_only_at_bad_end(reading: Readings) -> None:
+    test = suite(reading)
     assert test.deciding == ("compile/model/graph_breaks", "t.py::x")
     cases = {
         "all green": reading(row("model", GREEN), row("old", RED)),
@@ -156,36 +155,33 @@ def check_what_decides(module: Any, reading: Readings) -> None:
     }
 
 
-def test_probe_decides_by_rows_red_only_at_bad_end(reading: Readings) -> None:
-    check_what_decides(probe, reading)
-    # An unchanged copy of the module passes: the faults below are not detected because of the copy.
-    check_what_decides(mutant_of(probe, 'THE_RUN = "the run"', 'THE_RUN = "the run"'), reading)
+CENSUS = {"t.py::a": "passed", "t.py::b": "passed", "t.py::c": "skipped"}
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("tests", "outcome"),
     [
-        ("if at_good[name] < at_bad[name])", "if at_bad[name])"),
-        ("if seen.kinds[name] in self.kinds[name]]", "]"),
-        (
-            "        if not reading.whole:\n            return _cut_short(reading)\n        unread",
-            "        unread",
-        ),
-        ("and j.row.test not in skipped", ""),
-        ("if state is not Verdict.PASS]", "if state is Verdict.REGRESSION]"),
+        (CENSUS, "GOOD"),
+        ({}, "GOOD"),  # a record of an earlier version has no census
+        ({"t.py::a": "passed"}, "BAD"),
+        (CENSUS | {"t.py::b": "deselected"}, "OTHER"),
+        (CENSUS | {"t.py::b": "xfailed"}, "OTHER"),
+        ({"t.py::a": "passed", "t.py::b": "passed"}, "GOOD"),  # it was skipped at the good end
     ],
-    ids=[
-        "red at both ends counts",
-        "another fault counts",
-        "a cut run is green",
-        "a skip is red",
-        "what was not read is green",
-    ],
+    ids=["all", "no census", "absent", "deselected", "xfailed", "skipped before"],
 )
-def test_mutant_of_probe_is_caught(old: str, new: str, reading: Readings) -> None:
-    mutant = mutant_of(probe, old, new)
-    with pytest.raises(AssertionError):
-        check_what_decides(mutant, reading)
+def test_test_that_a_candidate_has_lost_is_a_fault(
+    reading: Readings, tests: dict[str, str], outcome: str
+) -> None:
+    """No row shows it: the test of the good end is not collected at the bad one, and the run is green."""
+    test = SuiteTest(Path(), "cpu", (), "torch")
+    good, bad = (reading(row("model", GREEN), tests=each) for each in (CENSUS, {"t.py::a": "passed"}))
+    test.learn([good], [bad])
+    assert (test.deciding, test.differs) == (("t.py::b",), True)
+    assert [test.judge(end).outcome.value for end in (good, bad)] == ["GOOD", "BAD"]
+    assert test.judge(reading(row("model", GREEN), tests=tests)).outcome.value == outcome
+    cut_short = reading(row("model", GREEN), tests={"t.py::a": "passed"}, complete=False)
+    assert test.judge(cut_short).outcome is ProbeOutcome.UNKNOWN
 
 
 def test_endpoints_without_difference_are_judged_alike(reading: Readings) -> None:

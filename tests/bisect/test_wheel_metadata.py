@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from bumpgate.bisect import wheel_metadata
 from bumpgate.bisect.attribution import Mixture, attribute, changes
 from bumpgate.bisect.search import ProbeOutcome
 from bumpgate.env.build import Environment
-from tests.support.searching import mutant_of
 
 
 def environment(
@@ -80,9 +76,9 @@ def cuda_step(folder: Path) -> list[Environment]:
     return [replace(e, packages=packages) for e, packages in zip((old, new), sides)]
 
 
-def check_cuda_step(module: Any, folder: Path) -> None:
+def test_cuda_12_to_13_step_takes_few_mixtures(tmp_path: Path) -> None:
     """torch needs the libraries of its own CUDA: a mixture does not import. The search has read both endpoints."""
-    old, new = cuda_step(folder)
+    old, new = cuda_step(tmp_path)
     every = frozenset(change.name for change in changes(old.packages, new.packages))
     known = [(frozenset[str](), ProbeOutcome.GOOD), (every, ProbeOutcome.BAD)]
     for culprit, most in (("torch", 2), ("numpy", 6)):
@@ -100,32 +96,11 @@ def check_cuda_step(module: Any, folder: Path) -> None:
                 return ProbeOutcome.SKIP
             return ProbeOutcome.BAD if culprit in mixture else ProbeOutcome.GOOD
 
-        groups = module.together(old, new)
+        groups = wheel_metadata.together(old, new)
         found = attribute(old.packages, new.packages, probe, groups, known=known, first="torch")
         assert culprit in {change.name for change in found.changes}
         assert (found.unresolved, found.needed, found.separable) == (0, True, True)
         assert len(seen) <= most, (culprit, seen)
-
-
-def test_cuda_12_to_13_step_takes_few_mixtures(tmp_path: Path) -> None:
-    check_cuda_step(wheel_metadata, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('for extra in (extras or {""})', 'for extra in {""}'),
-        (
-            "if linked := _linked(environment, name)",
-            "if linked := {r.name for r in _requirements(environment, name, frozenset()) if LINKED.fullmatch(r.name)}",
-        ),
-        ("pinned or LINKED.fullmatch(name)", "pinned and '*' not in str(requirement.specifier)"),
-    ],
-    ids=["without extras", "one level", "without ranges"],
-)
-def test_mutant_that_ignores_pins_is_caught(old: str, new: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError):
-        check_cuda_step(mutant_of(wheel_metadata, old, new), tmp_path)
 
 
 def test_compare_link_uses_wheel_metadata(tmp_path: Path) -> None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
 
 from bumpgate import cli
+from bumpgate.core import accepted
+from bumpgate.core.accepted import today
 from bumpgate.core.baseline import Baseline, Reviewed, judge, load, save
-from bumpgate.core.rows import Judgement, Row, Verdict, read_record, write_record
+from bumpgate.core.rows import Judgement, Row, Verdict, digest_of, read_record, write_record
 from bumpgate.process.tree_digest import measured_tree
 from bumpgate.table import summary, verdict_table
+from suites.support.planted import planted
 from tests.support.lane_files import declare_lanes
 
 HERE = {"lane": "cpu", "torch": "2.13.0", "triton": None, "device": "cpu", "full_run": True}
@@ -42,12 +49,24 @@ class Repository:
         made_with = made_with or {"torch": "2.13.0", "triton": None}
         save(self.path, Baseline("cpu", made_with, {f"a/{case}/n": row for case, row in rows.items()}))
 
-    def measure(self, *rows: Row | Judgement, complete: bool = True, **provenance: object) -> None:
-        """Write the record of a run that measured these rows, judged as in a session."""
+    @property
+    def tests(self) -> list[str] | None:
+        """The reviewed set of the lane's tests; None without one."""
+        path = self.path.with_suffix(".tests")
+        return path.read_text().split() if path.exists() else None
+
+    def measure(
+        self,
+        *rows: Row | Judgement,
+        complete: bool = True,
+        tests: Mapping[str, str] | None = None,
+        **provenance: object,
+    ) -> None:
+        """Write the record of a run that measured these rows, judged as in a session. tests: its census."""
         old = load(self.path, "cpu", missing_ok=True)
         judged = [r if isinstance(r, Judgement) else judge(r, old, failed_instruments={}) for r in rows]
         here = HERE | {"tree": measured_tree(self.root, self.root / "record.json")} | provenance
-        write_record(self.root / "record.json", here, judged, complete=complete)
+        write_record(self.root / "record.json", here, judged, complete=complete, tests=tests)
 
 
 @pytest.fixture
@@ -348,3 +367,112 @@ def test_fault_of_bumpgate_itself_is_no_verdict(
     assert code == 125
     assert "Traceback" in err
     assert "a bug in bumpgate, and there is no verdict: report it" in err
+
+
+@planted("C39", "a run that could not import torch becomes a baseline without rows")
+def test_run_that_measured_nothing_is_refused(repository: Repository) -> None:
+    calibration = replace(timed("x", 5e9), id="calibration/memory/bytes_per_second", unit="bytes/s")
+    for rows in ([], [calibration]):
+        repository.measure(*rows, complete=False)
+        code, out, err = repository.run(*ACCEPT)
+        assert (code, out) == (1, "")
+        assert err.startswith("refused: the run is NOT COMPLETE and measured no row: correct what ended it,")
+        assert not repository.path.exists()
+
+
+@planted("C39", "a record is edited, and then accepted")
+@pytest.mark.parametrize(
+    "command", [ACCEPT, ("accept", "a/x/n", "--lane", "cpu", "--owner", "me", "--reason", "x")]
+)
+def test_edited_record_is_neither_baseline_nor_acceptance(
+    repository: Repository, command: tuple[str, ...]
+) -> None:
+    more = (
+        ("--expires", f"{today() + timedelta(9)}", "--other-tree") if command != ACCEPT else ("--other-tree",)
+    )
+    repository.review(x=old("x", 100, "lower", 0.1))
+    before = repository.path.read_bytes()
+    repository.measure(timed("x", 200))
+    path = repository.root / "record.json"
+    raw = json.loads(path.read_text())
+    edits: dict[str, dict[str, Any]] = {
+        "was edited after the run wrote it": raw | {"rows": [{**raw["rows"][0], "reason": "fine"}]},
+        "has no digest of itself, so it may have been edited": {
+            k: v for k, v in raw.items() if k != "digest"
+        },
+        "complete must be true or false, got 'no'": {**raw, "complete": "no", "digest": None},
+    }
+    for words, made in edits.items():
+        made = made | {"digest": digest_of(made)} if made.get("digest", "") is None else made
+        path.write_text(json.dumps(made))
+        code, out, err = repository.run(*command, *more)
+        assert (code in (1, 4), out, len(err.splitlines())) == (True, "", 1), err
+        assert words in err
+    assert repository.path.read_bytes() == before
+    assert not (repository.root / "baselines/accepted.toml").exists()
+
+
+def test_tests_of_a_whole_run_become_the_reviewed_set(repository: Repository) -> None:
+    """Without rows, too; a part of the lane adds to the set, and only --prune drops what a whole run lacks."""
+    first = {"t.py::x": "passed", "t.py::plain": "passed", "t.py::old": "skipped", "t.py::no": "deselected"}
+    repository.measure(count("x", 1), tests=first, full_run=False)
+    assert repository.run(*ACCEPT)[0] == 0
+    assert repository.tests is None, "the first set is that of a whole run"
+    repository.measure(count("x", 1), tests=first)
+    code, out, _ = repository.run(*ACCEPT)
+    assert "tests       3 new: t.py::old, t.py::plain, t.py::x\n" in out
+    assert out.endswith("wrote baselines/cpu.tests; review it with: git diff baselines/cpu.tests\n")
+    assert (code, repository.tests) == (0, ["t.py::old", "t.py::plain", "t.py::x"])
+    repository.measure(count("x", 1), tests={"t.py::x": "passed", "t.py::new": "passed"})
+    _, out, _ = repository.run(*ACCEPT)
+    words = "kept although nothing measures it: t.py::old, t.py::plain; drop with --prune\n"
+    assert ("tests       1 new: t.py::new\n" in out, words in out) == (True, True), out
+    assert repository.tests == ["t.py::new", "t.py::old", "t.py::plain", "t.py::x"]
+    _, out, _ = repository.run(*ACCEPT)
+    assert out == f"{words}nothing to accept: every measured row is within its tolerance\n"
+    before = repository.tests
+    assert repository.run(*ACCEPT, "--only", "a/x/n", "--dry-run")[0] == 0
+    _, out, _ = repository.run(*ACCEPT, "--prune")
+    assert "tests       2 gone: t.py::old, t.py::plain\n" in out
+    assert (before, repository.tests) == (
+        ["t.py::new", "t.py::old", "t.py::plain", "t.py::x"],
+        ["t.py::new", "t.py::x"],
+    )
+
+
+def test_row_that_nothing_measures_is_named_with_the_way_out(repository: Repository) -> None:
+    repository.review(x=old("x", 1), y=old("y", 1))
+    gone = Judgement(
+        Row("a/y/n", None, "n", 0, "", test="t.py::y"), Verdict.MISSING, "not reported", gone=True
+    )
+    repository.measure(count("x", 1), gone)
+    _, out, _ = repository.run(*ACCEPT)
+    assert out.startswith("kept although nothing measures it: a/y/n; drop with --prune\n")
+    assert repository.run(*ACCEPT, "--prune")[0] == 0
+    assert repository.rows.keys() == {"a/x/n"}
+
+
+@planted("C39", "two commands rewrite one baseline, or one list of acceptances, at once")
+def test_commands_at_once_lose_nothing(repository: Repository) -> None:
+    names = ("x", "y", "z")
+    repository.review(**{name: old(name, 1) for name in names})
+    repository.measure(*(count(name, 2) for name in names))
+    accept = ("--lane", "cpu", "--owner", "me", "--reason", "x", "--expires", str(today()), "--other-tree")
+    for commands, written in (
+        ([("accept", f"a/{name}/n", *accept) for name in names], lambda: len(load_accepted(repository))),
+        (
+            [("rebaseline", "--lane", "cpu", "--only", f"a/{name}/n", "--other-tree") for name in names],
+            lambda: sum(row.value == 2 for row in repository.rows.values()),
+        ),
+    ):
+        program = "from bumpgate.cli import main; main()"
+        started = [
+            subprocess.Popen([sys.executable, "-c", program, *line], stdout=subprocess.DEVNULL)
+            for line in commands
+        ]
+        assert [each.wait(120) for each in started] == [0, 0, 0]
+        assert written() == 3
+
+
+def load_accepted(repository: Repository) -> tuple[accepted.Acceptance, ...]:
+    return accepted.load(repository.root / "baselines/accepted.toml")
