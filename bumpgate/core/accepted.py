@@ -192,8 +192,8 @@ def _fault(raw: Any, known: Sequence[str]) -> str | None:
     names = {"lane", "row", "owner", "reason", "since", "expires"}
     if not isinstance(raw, dict) or raw.keys() not in (names | {"value"}, names | {"ratio"}):
         return f"an entry has the fields {', '.join(sorted(names))}, and value or ratio"
-    if known and raw["lane"] not in known:
-        return f"lane must be one of {', '.join(known)}, got {raw['lane']!r}"
+    if not isinstance(raw["lane"], str) or (known and raw["lane"] not in known):
+        return f"lane must be one of {', '.join(known) or 'the declared ones'}, got {raw['lane']!r}"
     if not isinstance(raw["row"], str) or not ROW_ID.fullmatch(raw["row"]):
         return f"row must read suite/case/metric, got {raw['row']!r}"
     for name in ("owner", "reason"):

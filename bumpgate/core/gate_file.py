@@ -149,7 +149,7 @@ def parse(path: Path, raw: dict[str, Any]) -> GateFile:
             binding=dict(raw.get("binding") or {}),
             moved=tuple(str(line) for line in raw.get("moved", ())),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise GateFileError(
             f"{path}: corrupt or incomplete gate file ({type(error).__name__}: {one_line(error)})"
         ) from None

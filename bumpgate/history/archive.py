@@ -66,7 +66,7 @@ class Point:
 
     @property
     def day(self) -> date:
-        return datetime.fromisoformat(self.when).date()
+        return date.fromisoformat(self.when[:10])
 
 
 def default_store() -> str:
@@ -133,6 +133,14 @@ class Archive:
         with self.reading() as connection:
             return [_point(found) for found in connection.execute(query)]
 
+    def nights(self, start: date, lane: str = "") -> Iterator[Any]:
+        """Yield the readings since a day, oldest first, but those of adopted sides of gates. lane: only this one's."""
+        runs, gates = self.tables["runs"], self.tables["gates"]
+        sides = self.sql.select(gates.c.adopted).where(gates.c.adopted.is_not(None))
+        query = self._select().where(runs.c.started >= _utc(start), runs.c.id.not_in(sides))
+        with self.reading() as connection:
+            yield from connection.execute(query.where(runs.c.lane == lane) if lane else query)
+
     def drifted(
         self, lane: str, rows: Sequence[str], days: int, day: date
     ) -> dict[str, tuple[DriftReading, ...]]:
@@ -190,37 +198,20 @@ class Archive:
             self._add_record(connection, side.record, "gate.json")[0] if side.record else None
             for side in (gate.adopted, gate.candidate)
         )
-        digest = _digest(
-            [gate.lane, gate.decision.name, gate.started, adopted, candidate, sorted(gate.timed)]
-        )
-        query = self.sql.select(gates)
-        known = connection.execute(query.where(gates.c.digest == digest)).first()
-        ratios = [_ratio(0, row, gate) for row in dict.fromkeys((*gate.timed, *gate.readings))]
-        if known and known.package is not None and self._ratios(connection, known.id) != _by_row(ratios):
-            # Resumed since it was added: a later state of the same gate, with more sessions.
-            digest = _digest([digest, ratios])
-            known = connection.execute(query.where(gates.c.digest == digest)).first()
-        if known and known.package is not None:
-            return int(known.id), False
-        remembered = known_findings.gate_fields(gate)
-        if known:  # stored by a version without the memory of findings
-            connection.execute(self.sql.update(gates).where(gates.c.id == known.id).values(**remembered))
-            known_findings.write(self.sql, self.tables, connection, known.id, gate)
+        ratios = [_ratio(row, gate) for row in dict.fromkeys((*gate.timed, *gate.readings))]
+        # A gate that was resumed has more sessions, and so another digest: it is a later state of the same gate.
+        digest = _digest([gate.lane, gate.decision.name, gate.started, adopted, candidate, ratios])
+        known = connection.execute(self.sql.select(gates.c.id).where(gates.c.digest == digest)).first()
+        if known:
             return int(known.id), False
         fields: dict[str, Any] = {"digest": digest, "lane": gate.lane, "decision": gate.decision.name}
         fields |= {"started": _started(gate.started, "gate.json"), "adopted": adopted, "candidate": candidate}
-        fields |= remembered
+        fields |= known_findings.gate_fields(gate)
         made = connection.execute(self.sql.insert(gates).values(**fields)).inserted_primary_key[0]
         if ratios:
             connection.execute(self.sql.insert(self.tables["ratios"]), [r | {"gate": made} for r in ratios])
         known_findings.write(self.sql, self.tables, connection, made, gate)
         return int(made), True
-
-    def _ratios(self, connection: Any, gate: int) -> dict[str, dict[str, Any]]:
-        """Return what is stored of the timed rows of a gate, by row."""
-        table = self.tables["ratios"]
-        query = self.sql.select(table).where(table.c.gate == gate)
-        return _by_row([dict(found._mapping) for found in connection.execute(query)])
 
     def _add_record(self, connection: Any, record: Record, name: str) -> tuple[int, bool]:
         """Return the run's number, and whether it is new."""
@@ -299,12 +290,10 @@ class Archive:
             versions = [found[0] for found in connection.execute(sql.select(meta.c.version))]
             if not versions:
                 connection.execute(sql.insert(meta).values(version=VERSION))
-            elif versions[0] in range(1, VERSION):
-                schema.carry_over(connection, versions[0])
-                connection.execute(sql.update(meta).values(version=VERSION))
             elif versions != [VERSION]:
                 raise ArchiveError(
-                    f"{self.name}: a history of version {versions[0]}, this bumpgate reads {VERSION}"
+                    f"{self.name}: a history of version {versions[0]}, this bumpgate reads {VERSION}: name a new"
+                    " --store, and add its records and gates again"
                 )
         return engine
 
@@ -343,10 +332,9 @@ def _reading(run: int, j: Judgement) -> dict[str, Any]:
     }
 
 
-def _ratio(gate: int, row: str, found: GateFile) -> dict[str, Any]:
+def _ratio(row: str, found: GateFile) -> dict[str, Any]:
     t = found.timed.get(row)
     return {
-        "gate": gate,
         "row": row,
         "outcome": t.outcome if t else None,
         "ratio": _finite(t.ratio) if t else None,
@@ -355,10 +343,6 @@ def _ratio(gate: int, row: str, found: GateFile) -> dict[str, Any]:
         "drift": _finite(found.readings.get(row)),
         "sessions": t.sessions if t else None,
     }
-
-
-def _by_row(ratios: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {r["row"]: {name: value for name, value in r.items() if name != "gate"} for r in ratios}
 
 
 def _point(found: Any) -> Point:
@@ -387,9 +371,13 @@ def _host_class(provenance: Mapping[str, Any]) -> str | None:
 
 
 def _started(raw: object, name: str) -> str:
+    """Return a start time in UTC, whatever zone it states; one that states none is in UTC."""
     try:
-        return datetime.fromisoformat(str(raw)).astimezone(timezone.utc).isoformat(timespec="seconds")
-    except ValueError:
+        stated = datetime.fromisoformat(str(raw))
+        if stated.tzinfo is None:
+            stated = stated.replace(tzinfo=timezone.utc)
+        return stated.astimezone(timezone.utc).isoformat(timespec="seconds")
+    except (ValueError, OverflowError):
         raise ArchiveError(f"{name}: states no start time, so it cannot be added to a history") from None
 
 

@@ -136,7 +136,7 @@ def read(
     until: number of a gate; only its lane and package, as of that gate.
     """
     gates, sightings, found = tables["gates"], tables["sightings"], tables["findings"]
-    query = sql.select(gates).where(gates.c.package.is_not(None)).order_by(gates.c.started, gates.c.id)
+    query = sql.select(gates).order_by(gates.c.started, gates.c.id)
     if until is not None:
         last = connection.execute(sql.select(gates).where(gates.c.id == until)).one()
         query = query.where(gates.c.lane == last.lane, gates.c.package == last.package)
@@ -171,9 +171,7 @@ def _see(one: Known, gate: Any, detail: Mapping[str, Any]) -> None:
     one.added = tuple(row for row in rows if row not in one.rows) if one.gates else ()
     one.first, one.last, one.gone = one.first or gate.started, gate.started, None
     one.gates += 1
-    one.rows = rows
-    for side, stored in (("adopted", "good"), ("candidate", "bad")):  # as earlier versions stored them
-        setattr(one, side, tuple(detail[side] if side in detail else detail[stored]))
+    one.rows, one.adopted, one.candidate = rows, tuple(detail["adopted"]), tuple(detail["candidate"])
     for name in ("head", "repro", "decision", "module"):
         setattr(one, name, detail[name])
     one.moved = tuple(loads(gate.moved or "[]"))

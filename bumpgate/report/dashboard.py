@@ -11,7 +11,7 @@ import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import date, datetime, timedelta
+from datetime import date, timedelta
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -117,29 +117,16 @@ def _is_ours(index: Path) -> bool:
 
 def read(archive: Archive, start: date, lane: str = "") -> list[Series]:
     """Return all series with a reading since a day, red and recently changed ones first."""
-    sql, tables = archive.sql, archive.tables
-    runs, readings, gates = tables["runs"], tables["readings"], tables["gates"]
-    since = f"{start.isoformat()}T00:00:00+00:00"
-    columns = (readings.c.row, readings.c.number, readings.c.value, readings.c.verdict, readings.c.row_red)
-    chosen = sql.select(runs).where(runs.c.started >= since).order_by(runs.c.started, runs.c.id)
-    chosen = chosen.where(runs.c.lane == lane) if lane else chosen
     series: dict[tuple[str, str, str], Series] = {}
-    with archive.reading() as connection:
-        adopted = {number for (number,) in connection.execute(sql.select(gates.c.adopted))}
-        for run in connection.execute(chosen).all():
-            if run.id in adopted:
-                continue
-            day = (datetime.fromisoformat(run.started).date() - start).days
-            where = run.lane or "", run.host_class or "unknown"
-            query = sql.select(*columns, readings.c.unit).where(readings.c.run == run.id)
-            for row, number, value, verdict, red, unit in connection.execute(query):
-                key = (where[0], row, where[1])
-                one = series.get(key) or series.setdefault(key, Series(where[0], row, where[1], unit))
-                night = NightReading(day, _value(number, value), verdict, bool(red))
-                if one.nights and one.last.day == day:
-                    one.nights[-1] = night
-                else:
-                    one.nights.append(night)
+    for found in archive.nights(start, lane):
+        key = found.lane or "", found.row, found.host_class or "unknown"
+        one = series.get(key) or series.setdefault(key, Series(*key, found.unit))
+        day = (date.fromisoformat(found.started[:10]) - start).days
+        night = NightReading(day, _value(found.number, found.value), found.verdict, bool(found.row_red))
+        if one.nights and one.last.day == day:
+            one.nights[-1] = night
+        else:
+            one.nights.append(night)
     for one in series.values():
         one.levels = changes([night.value for night in one.nights])
     return sorted(series.values(), key=lambda s: (not s.last.red, -s.since, s.lane, s.row, s.host))

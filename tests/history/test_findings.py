@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from dataclasses import asdict
 from pathlib import Path
 
@@ -205,22 +204,6 @@ def test_ambiguous_finding_key_is_refused(tmp_path: Path, archive: Archive) -> N
     ):
         archive.mark(shared, owner="ada")
     assert {found.owner for found in archive.findings()} == {None}
-
-
-def test_older_store_gains_findings_when_gate_is_readded(tmp_path: Path, archive: Archive) -> None:
-    path = gate_of_day(tmp_path, 1)
-    archive.add(path)
-    with sqlite3.connect(default_store().removeprefix("sqlite:///")) as connection:
-        connection.execute("drop table bumpgate_sightings")
-        connection.execute("drop table bumpgate_findings")
-        for column in ("package", "moved", "whole"):
-            connection.execute(f"alter table bumpgate_gates drop column {column}")
-        connection.execute("update bumpgate_meta set version = 2")
-    again = Archive(default_store())
-    assert again.findings() == []
-    added = again.add(path)
-    assert not added.new
-    assert [found.state for found in added.findings] == [known_findings.NEW]
 
 
 def test_gate_resumed_after_its_budget_stores_its_new_findings(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from bumpgate.gate.drift import anchor, find_drift
 from bumpgate.gate.verdict import Side
 from bumpgate.history import adoptions
 from bumpgate.history.archive import Archive
-from bumpgate.report import history
+from bumpgate.report import dashboard, history
 from bumpgate.report.dashboard import NightReading, Series, spans
 from suites.support.planted import planted
 from tests.support.project import REPO
@@ -49,7 +49,13 @@ def a_record(folder: Path, day: str, value: object = 1.0, **provenance: object) 
 
 
 def a_gate(
-    folder: Path, day: str, *, drift: float | None = None, held: bool = False, selection: str = ""
+    folder: Path,
+    day: str,
+    *,
+    drift: float | None = None,
+    held: bool = False,
+    selection: str = "",
+    started: str = "",
 ) -> Path:
     """Write a gate of that day with ADOPT for torch 2.14.<day>, or HOLD. selection: the part that it measured."""
     folder = folder / day
@@ -60,7 +66,7 @@ def a_gate(
     there = here | {"torch": f"2.14.{day}"}
     bad = Side("torch 2.14.0", Record(there, (judged(verdict, row(ROW, 1.1 if held else 1.0, unit="s")),)))
     timed = {"throughput/nam52-eager/seconds": paired(TimedOutcome.SAME, 1.003)}
-    path, _ = write_gate(folder, good, bad, timed, started=f"2026-{day}T03:00:00+00:00")
+    path, _ = write_gate(folder, good, bad, timed, started=started or f"2026-{day}T03:00:00+00:00")
     raw = json.loads(path.read_text())
     if drift is not None:
         raw["anchor"] = {"readings": {ROW: drift}}
@@ -95,12 +101,43 @@ def test_archive_adds_both_sides_of_a_gate_once(tmp_path: Path, archive: Archive
     assert archive.points(ROW, lane="h200") == []
 
 
-def test_points_are_sorted_by_time(tmp_path: Path, archive: Archive) -> None:
-    for day in ("11-03", "11-01", "11-02"):
-        archive.add(a_record(tmp_path, day, float(day[-1])))
-    # The same instant in another time zone.
-    archive.add(a_record(tmp_path, "11-02", 2.5, started="2026-11-02T12:00:00+09:00"))
-    assert [p.value for p in archive.points(ROW)] == [1.0, 2.0, 2.5, 3.0]
+# Start times around midnight, and the same in UTC. A record of a program that states no zone is in UTC.
+STARTED = {
+    "2026-11-02T01:30:00+02:00": "2026-11-01T23:30:00",
+    "2026-11-01T22:30:00-02:00": "2026-11-02T00:30:00",
+    "2026-11-01T23:59:59.900+00:00": "2026-11-01T23:59:59",
+    "2026-11-01T23:40:00": "2026-11-01T23:40:00",
+    "2026-11-02T00:00:00+00:00": "2026-11-02T00:00:00",
+}
+
+
+@planted("C39", "a day that depends on the time zone of a host")
+@pytest.mark.parametrize("zone", ["UTC", "America/Los_Angeles", "Pacific/Kiritimati"])
+def test_days_are_in_utc_on_every_host(
+    tmp_path: Path, archive: Archive, monkeypatch: pytest.MonkeyPatch, zone: str
+) -> None:
+    """The order of readings, the nights of the dashboard, the limit of days and the days of gates."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", zone)
+        time.tzset()
+        for i, started in enumerate(STARTED):
+            archive.add(a_record(tmp_path, f"10-0{i + 1}", float(i), started=started))
+        points = archive.points(ROW)
+        assert [p.when for p in points] == sorted(f"{utc}+00:00" for utc in STARTED.values())
+        assert [p.day.day for p in points] == [1, 1, 1, 2, 2]
+        (series,) = dashboard.read(archive, date(2026, 11, 2))
+        assert [(night.day, night.value) for night in series.nights] == [(0, 1.0)], "the last of its night"
+        patch.setattr("bumpgate.history.archive.today", lambda: date(2026, 11, 3))
+        assert [p.value for p in archive.points(ROW, days=1)] == [4.0, 1.0]
+        (tmp_path / "gate").mkdir()
+        gate = a_gate(tmp_path / "gate", "11-02", drift=0.1, started="2026-11-02T01:00:00+02:00")
+        archive.add(gate)
+        assert archive.adopted("cpu") == [(date(2026, 11, 1), "2.14.11-02")]
+        assert archive.drifted("cpu", [ROW], 1, date(2026, 11, 3))[ROW] == ()
+        assert archive.drifted("cpu", [ROW], 2, date(2026, 11, 3))[ROW] == (
+            DriftReading(date(2026, 11, 1), 0.1),
+        )
+    time.tzset()
 
 
 def test_adopted_lists_open_adoptions_of_the_lane(tmp_path: Path) -> None:
@@ -269,34 +306,25 @@ def test_history_does_not_mix_timed_rows_of_two_host_classes(
     assert "2 readings" in capsys.readouterr().out
 
 
-def test_archive_migrates_a_store_of_version_1(tmp_path: Path) -> None:
-    """Version 1 had no host class: readings of that store have none after the migration."""
-    path = tmp_path / "old.sqlite"
-    Archive(f"sqlite:///{path}").add(a_record(tmp_path, "11-01"))
-    with sqlite3.connect(path) as connection:
-        connection.execute("alter table bumpgate_runs drop column host_class")
-        for column in ("package", "moved", "whole"):
-            connection.execute(f"alter table bumpgate_gates drop column {column}")
-        connection.execute("update bumpgate_meta set version = 1")
-    archive = Archive(f"sqlite:///{path}")
-    assert archive.add(a_record(tmp_path, "11-02", cpu="Xeon")).new
-    before, after = archive.points(ROW)
-    assert before.host_class is None
-    assert after.host_class
-    assert "Xeon" in after.host_class
-
-
 def foreign(path: Path) -> str:
     with sqlite3.connect(path) as connection:
         connection.execute("create table recipes (name)")
     return "not a history: it has the table 'recipes'"
 
 
-def newer(path: Path) -> str:
+def of_version(path: Path, version: int) -> str:
     Archive(f"sqlite:///{path}").points(ROW)
     with sqlite3.connect(path) as connection:
-        connection.execute("update bumpgate_meta set version = 99")
-    return "a history of version 99, this bumpgate reads 3"
+        connection.execute("update bumpgate_meta set version = ?", (version,))
+    return f"a history of version {version}, this bumpgate reads 4: name a new --store"
+
+
+def newer(path: Path) -> str:
+    return of_version(path, 99)
+
+
+def older(path: Path) -> str:
+    return of_version(path, 3)
 
 
 def corrupt(path: Path) -> str:
@@ -316,7 +344,9 @@ def a_folder(path: Path) -> str:
     return "unable to open database file"
 
 
-@pytest.mark.parametrize("spoil", [foreign, newer, corrupt, cut_off, a_folder], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "spoil", [foreign, newer, older, corrupt, cut_off, a_folder], ids=lambda f: f.__name__
+)
 def test_invalid_store_is_reported_and_left_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spoil
 ) -> None:
@@ -341,7 +371,7 @@ def test_invalid_store_is_reported_and_left_unchanged(
         ((ROW, "--store", "nonsense"), "--store 'nonsense': not a database URL"),
         (
             (ROW, "--store", "oracle+nothing://u:secret@h/x"),
-            "oracle+nothing://u:***@h/x: its database driver is not installed",
+            "oracle+nothing://h/x: its database driver is not installed",
         ),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from bumpgate.core.accepted import today
 from bumpgate.core.baseline import Baseline, Reviewed, save
 from bumpgate.core.errors import loads
 from bumpgate.core.rows import read_record
-from bumpgate.history.archive import default_store
 from bumpgate.process.tree_digest import Binding, bind
 from tests.support.lane_files import declare_lanes
 from tests.support.project import GOOD, Project, counted
@@ -114,21 +112,6 @@ def test_option_with_lone_surrogate_is_no_traceback(
     err = capfd.readouterr().err
     assert code in (0, 4), err
     assert len(err.splitlines()) <= 1
-
-
-def test_dashboard_reads_findings_of_older_histories(
-    gate: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """An earlier version stored texts in JSON as they were."""
-    assert bumpgate(monkeypatch, "history", "add", str(gate)) == 0
-    with sqlite3.connect(default_store().removeprefix("sqlite:///")) as database:
-        (detail,) = database.execute("select detail from bumpgate_sightings").fetchone()
-        old = json.dumps(with_lone_surrogates(json.loads(detail)))
-        database.execute("update bumpgate_sightings set detail = ?", (old,))
-    capfd.readouterr()
-    assert bumpgate(monkeypatch, "findings", "list") == 0
-    assert bumpgate(monkeypatch, "notify", "--github", "o/r", "--dry-run") == 0
-    assert LONE not in capfd.readouterr().out
 
 
 def test_binding_of_a_gate_with_such_a_file_is_valid(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
-from datetime import date, timedelta
+from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,16 @@ reason = "fixed in 2.14.1"
 since = 2026-11-01
 expires = 2026-11-21
 """
+
+
+def test_day_of_an_acceptance_is_that_of_utc_on_every_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any time one of these zones, 25 hours apart, has another day than UTC."""
+    with monkeypatch.context() as patch:
+        for zone in ("Pacific/Kiritimati", "Pacific/Pago_Pago"):
+            patch.setenv("TZ", zone)
+            time.tzset()
+            assert accepted.today() == datetime.now(timezone.utc).date()
+    time.tzset()
 
 
 def test_accepted_file_round_trip_is_sorted(tmp_path: Path) -> None:
