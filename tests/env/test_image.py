@@ -14,11 +14,11 @@ import pytest
 from bumpgate import cli
 from bumpgate.env import store
 from bumpgate.env.lane import lane_lock
-from bumpgate.env.locks import Lock, Locked, Wheel, write_lock
+from bumpgate.env.locks import Lock, Locked, Wheel
 from bumpgate.env.store import sha256_of
 from suites.support.planted import planted
 from tests.support import golden
-from tests.support.lane_files import declare_lanes
+from tests.support.lane_files import declare_lanes, save_lock
 from tests.support.local_index import fake_wheel
 
 BASE = f"docker.io/library/python:3.12@sha256:{'ab' * 32}"
@@ -39,7 +39,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         wheel = Wheel(path.name, sha256_of(path))
         store.put(wheel, [path.read_bytes()])
         packages.append(Locked(name, version, (wheel,)))
-    write_lock(lane_lock(root, "v6e"), Lock(tuple(packages), "3.12"))
+    save_lock(lane_lock(root, "v6e"), Lock(tuple(packages), "3.12"))
     monkeypatch.chdir(root)
     return root
 

@@ -12,7 +12,7 @@ from bumpgate.core.baseline import Baseline, Reviewed
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.core.toml import tomllib
 from bumpgate.env.lane import LaneContext, lane_lock
-from bumpgate.env.locks import Lock, Locked, Wheel, write_lock
+from bumpgate.env.locks import Lock, Locked, Wheel
 from bumpgate.process.file_transaction import AdoptionError
 from bumpgate.review.kernel_wheels import (
     check_declaration,
@@ -22,7 +22,7 @@ from bumpgate.review.kernel_wheels import (
     moved_declaration,
     taken_back,
 )
-from tests.support.lane_files import FAST, write_lane
+from tests.support.lane_files import FAST, save_lock, write_lane
 
 OLD, NEW = "a" * 64, "b" * 64
 SOURCES = f'sha256 = "{OLD}"\nsdist = "{"5" * 64}"\npatch = "fast.patch"\n'
@@ -86,7 +86,7 @@ def test_label_of_the_file_states_the_torch(tree: Path) -> None:
 def test_adopted_build_is_left_as_it_is(tree: Path) -> None:
     assert moved(tree, lock(sha256=OLD)) is None
     write_lane(tree, "h200", FAST.format(torch="2.15.0"))
-    write_lock(lane_lock(tree, "h200"), lock(sha256=OLD))
+    save_lock(lane_lock(tree, "h200"), lock(sha256=OLD))
     assert moved(tree, lock(sha256=OLD)) is None, "the lane's lock has the hash that the table does not state"
     row = moved(tree, lock())
     assert row

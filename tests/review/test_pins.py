@@ -11,11 +11,12 @@ import pytest
 from bumpgate.core import lanes
 from bumpgate.core.toml import tomllib
 from bumpgate.env.lane import LaneContext, lane_lock
-from bumpgate.env.locks import Lock, Locked, Wheel, read_lock, write_lock
+from bumpgate.env.locks import Lock, Locked, Wheel, read_lock
 from bumpgate.env.requirements import requirements_file
 from bumpgate.process.file_transaction import AdoptionError
 from bumpgate.review.requirements import moved_requirements
 from tests.support.adopting import LANE, VERSIONS, AdoptTree, wheels
+from tests.support.lane_files import save_lock
 from tests.support.local_index import LocalIndex, fake_wheel
 from tests.support.tree import ROOT
 
@@ -105,7 +106,7 @@ def test_absent_extras_are_nothing_to_move(text: str | None, root: Path) -> None
 
 def test_shared_extra_moves_if_no_other_lane_has_a_lock(root: Path) -> None:
     assert "2.15.0" in moved(root, "h200")["pyproject.toml"]
-    write_lock(lane_lock(root, "h200x2"), lock_of(NEW))
+    save_lock(lane_lock(root, "h200x2"), lock_of(NEW))
     assert "2.15.0" in moved(root, "h200")["pyproject.toml"], "its lock has the new version already"
 
 
@@ -136,7 +137,7 @@ def test_shared_extra_moves_if_no_other_lane_has_a_lock(root: Path) -> None:
 def test_pin_that_another_lock_needs_is_refused(
     lane: str, other: str, without: tuple[str, ...], words: str, root: Path
 ) -> None:
-    write_lock(lane_lock(root, other), lock_of({"torch": "2.11.0", "flash-attn": "2.8.3"}))
+    save_lock(lane_lock(root, other), lock_of({"torch": "2.11.0", "flash-attn": "2.8.3"}))
     with pytest.raises(AdoptionError) as caught:
         moved(root, lane, *without)
     assert words in str(caught.value)

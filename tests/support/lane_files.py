@@ -8,6 +8,7 @@ from typing import Any
 import tomli_w
 
 from bumpgate.core.toml import tomllib
+from bumpgate.env.locks import Lock, lock_text
 
 ROOT = Path(__file__).resolve().parents[2]
 # What describes the packages of this repository's lanes, and no machine.
@@ -33,3 +34,9 @@ def write_lane(root: Path, name: str, text: str = "", **fields: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{tomli_w.dumps(table | fields)}\n{text}")
     return path
+
+
+def save_lock(path: Path, lock: Lock) -> None:
+    """Write a lock in the committed form; the folder is created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(lock_text(lock))

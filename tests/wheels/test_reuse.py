@@ -10,13 +10,13 @@ import pytest
 
 from bumpgate.env.inventory import take
 from bumpgate.env.lane import LaneContext
-from bumpgate.env.locks import Lock, Locked, Wheel, write_lock
+from bumpgate.env.locks import Lock, Locked, Wheel
 from bumpgate.env.store import put, sha256_of
 from bumpgate.process.child import Interpreter
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target
 from bumpgate.wheels.plan import build_of, plan
-from tests.support.lane_files import FAST, write_lane
+from tests.support.lane_files import FAST, save_lock, write_lane
 from tests.support.local_index import isolated
 from tests.support.tree import ROOT
 from tests.support.wheel_files import wheel
@@ -52,7 +52,7 @@ def pure(folder: Path, code: str = CODE) -> Path:
 def lock(tree: Path, path: Path) -> Wheel:
     """Lock a wheel as version 1.0."""
     found = Wheel(path.name, sha256_of(path))
-    write_lock(tree / "lanes/h200/pylock.toml", Lock((Locked("fast", "1.0", (found,)),)))
+    save_lock(tree / "lanes/h200/pylock.toml", Lock((Locked("fast", "1.0", (found,)),)))
     return found
 
 
