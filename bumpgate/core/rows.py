@@ -254,6 +254,7 @@ class ProblemKind(Enum):
     INFRA = "infra"  # the machine stopped a test that has no reviewed rows: no memory, other processes
     UNCOLLECTED = "uncollected"  # a file could not be imported
     NOTHING = "nothing"  # nothing was measured: the workers died, or every test was skipped
+    LOST = "lost"  # a reviewed test was not collected, was left out undeclared, did not run, or failed as expected
     GAP = "gap"  # under --gate: a test was skipped, deselected or not run, or passed where a failure is expected
     CUT_SHORT = "cut short"  # tests did not finish
 

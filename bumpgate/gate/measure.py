@@ -190,6 +190,7 @@ def recall(bench: Bench, gate: Gate) -> Gate:
         record.judgements,
         complete=True,
         problems=record.problems,
+        tests=record.tests,
     )
     bench.view.say(f"{TITLES['adopted']}: {summary(record)}")
     bench.view.say(f"  its run of {started}: same tree, packages and host (--fresh runs it again)")

@@ -53,6 +53,7 @@ def spoiled_again(bench: Bench, gate: Gate, name: str, record: Record) -> Record
         [*kept, *again.judgements],
         complete=record.complete,
         problems=[*problems, *again.problems],
+        tests={**record.tests, **again.tests},
     )
 
 
@@ -142,6 +143,7 @@ def _merge(path: Path, again: Record, rows: Mapping[str, str]) -> None:
         [*merged, *(j for id, j in second.items() if id not in known)],
         complete=record.complete,
         problems=[*record.problems, *(p for p in again.problems if p.fault and p.test not in failed)],
+        tests=record.tests,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from bumpgate.core import outcomes
+from bumpgate.core import census, outcomes
 from bumpgate.core.baseline import Baseline, Reviewed, accept, in_tier, investigate
 from bumpgate.core.rows import Judgement, Problem, ProblemKind, Row, Verdict
 from bumpgate.plugin import provenance
@@ -22,6 +22,7 @@ from bumpgate.plugin.selection import Selection, collects, leaves_out
 class EndedRun:
     """The facts of a run that has ended.
 
+    reviewed: the tests of the lane's census.
     judgements: of the rows that it reported, by id.
     full: the run selected every test of the lane. all_outcomes: the same, of the tests whose outcomes are rows.
     complete: every selected test ran to its end.
@@ -31,6 +32,7 @@ class EndedRun:
 
     config: pytest.Config
     baseline: Baseline
+    reviewed: frozenset[str]
     selection: Selection
     reports: Reports
     judgements: dict[str, Judgement]
@@ -80,6 +82,47 @@ class EndedRun:
                 or file_of(test) in files
                 or not (self.config.rootpath / file_of(test)).exists()
             )
+        }
+
+    def tests(self) -> dict[str, str]:
+        """Return the census: how each test ended that was collected for the lane."""
+        selected = self.selection.selected
+        found = dict.fromkeys(self.selection.deselected - selected, census.DESELECTED)
+        found |= dict.fromkeys(self.selection.dropped, census.NOT_REACHED)
+        happened = self.reports
+        ends = (
+            (census.RERUN, happened.rerun),
+            (census.FAILED, happened.failed.keys() | happened.infra.keys()),
+            (census.SKIPPED, happened.skipped.keys()),
+            (census.XFAILED, happened.xfailed),
+            (census.XPASSED, happened.xpassed),
+            (census.PASSED, happened.ended),
+        )
+        for test in selected:
+            found[test] = next((outcome for outcome, tests in ends if test in tests), census.NOT_REACHED)
+        return found
+
+    def lost(self) -> dict[str, str]:
+        """Return the tests that this run should have run and did not: node id -> a key of census.LOST.
+
+        They are those of the reviewed set on a run of the whole lane, without the options of a part those that this
+        command collects, and any that a plugin removed from the selection without declaring it.
+        """
+        judged = self.full or self.config.option.gate
+        if not judged or not self.selection.collected:
+            return {}
+        ended = self.tests()
+        found = census.lost(self.reviewed, ended) | dict.fromkeys(self.selection.dropped, census.NOT_REACHED)
+        absent = {test for test, outcome in found.items() if outcome == census.ABSENT}
+        gone = absent if self.full else self._gone(absent)
+        return {
+            test: outcome
+            for test, outcome in found.items()
+            if (outcome != census.ABSENT or test in gone)
+            and (outcome != census.DESELECTED or self.full)
+            and (outcome != census.NOT_REACHED or self.complete)
+            and outcome != census.RERUN  # failed, which is a problem of its own
+            and file_of(test) not in self.reports.uncollected
         }
 
     def outcomes(self) -> list[Judgement]:

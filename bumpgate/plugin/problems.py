@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 
-from bumpgate.core import outcomes
-from bumpgate.core.baseline import in_tier
+from bumpgate.core import census, outcomes
+from bumpgate.core.baseline import accept, in_tier
+from bumpgate.core.errors import one_line
 from bumpgate.core.rows import Judgement, Problem, ProblemKind
 from bumpgate.core.rules import sentences
 from bumpgate.plugin.devices import PJRT_CPU
-from bumpgate.plugin.ended_run import EndedRun
+from bumpgate.plugin.ended_run import EndedRun, file_of
 
 
 def problems(run: EndedRun, judgements: list[Judgement], part: str) -> list[Problem]:
@@ -28,6 +30,7 @@ def problems(run: EndedRun, judgements: list[Judgement], part: str) -> list[Prob
         for path, why in run.reports.uncollected.items()
     ]
     found += run.duplicates
+    found += _lost(run, red)
     if not run.selection.collected:
         found.append(Problem("", ProblemKind.NOTHING, _nothing_collected(run)))
     elif not run.complete:
@@ -49,6 +52,23 @@ def problems(run: EndedRun, judgements: list[Judgement], part: str) -> list[Prob
     return sorted(found, key=str)
 
 
+def _lost(run: EndedRun, red: Collection[str]) -> Iterator[Problem]:
+    """Yield the tests that the run has lost, those of one file with one outcome together."""
+    files = defaultdict(list)
+    for test, outcome in run.lost().items():
+        if test not in red and test not in run.reports.failed:
+            files[file_of(test), outcome].append(test)
+    dropped = "a plugin or conftest left it out without pytest_deselected, or --setup-only was given"
+    for (file, outcome), tests in files.items():
+        why = run.reports.skipped.get(file, "")
+        accepted = f"if that is intended: {accept(run.baseline.lane)} --prune"
+        fix = dropped if outcome == census.NOT_REACHED else accepted
+        names = one_line(", ".join(test.removeprefix(f"{file}::") for test in tests), 160)
+        lost = f"{len(tests)} test{'s' * (len(tests) != 1)} {census.LOST[outcome]}: {names}"
+        skipped = f" (the file was skipped: {why})" if why else ""
+        yield Problem(file if len(tests) > 1 else tests[0], ProblemKind.LOST, f"{lost}{skipped}; {fix}")
+
+
 def _gaps(run: EndedRun, part: str, compared: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield (test, why) of what a run under --gate left out. compared: tests whose outcomes are rows."""
     happened = run.reports
@@ -63,7 +83,8 @@ def _gaps(run: EndedRun, part: str, compared: Collection[str]) -> Iterator[tuple
         if test not in compared:
             yield test, "passed where a failure is expected, under --gate"
     if not run.config.option.part:
-        yield from ((test, "deselected under --gate") for test in run.selection.deselected)
+        left_out = run.selection.deselected - run.lost().keys()
+        yield from ((test, "deselected under --gate") for test in left_out)
         if part:
             yield "", f"{part}; add --part if that is intended"
     # A stand-in device need not report the rows of the real one; a machine with that device must.

@@ -10,6 +10,7 @@ import pytest
 
 from bumpgate.core import outcomes
 from bumpgate.core.errors import one_line
+from bumpgate.plugin.proof import RAISED_PROPERTY
 from bumpgate.plugin.rows import EXCUSED_PROPERTY, INFRA_PROPERTY, NOT_RUN_PROPERTY, RED_PROPERTY
 
 
@@ -19,7 +20,7 @@ class Reports:
 
     broken: like failed, without those that failed for their red rows alone. finished: through all phases, and called:
     through the test itself, which --setup-only leaves out. excused: its rows may be NOT RUN under --gate. subtests:
-    outcome and reason of those that were skipped or xfailed; the test goes on.
+    outcome and reason of those that were skipped or xfailed; the test goes on. rerun: a plugin ran it again.
     """
 
     root: Path
@@ -30,6 +31,7 @@ class Reports:
     skipped: dict[str, str] = field(default_factory=dict)
     not_run: dict[str, list[str]] = field(default_factory=dict)
     excused: set[str] = field(default_factory=set)
+    rerun: set[str] = field(default_factory=set)
     xpassed: set[str] = field(default_factory=set)
     xfailed: set[str] = field(default_factory=set)
     subtests: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
@@ -60,7 +62,7 @@ class Reports:
 
     def take(self, report: pytest.TestReport) -> None:
         """Take the report of one phase of a test."""
-        test, for_rows = report.nodeid, False
+        test, for_rows, raised = report.nodeid, False, False
         listed: list[list[str]] = []
         excused = 0
         for name, value in report.user_properties:
@@ -72,6 +74,8 @@ class Reports:
                 excused += 1
             elif name == RED_PROPERTY:
                 for_rows |= value == report.when
+            elif name == RAISED_PROPERTY:
+                raised |= value == report.when
         if listed:
             self.not_run[test] = [line for lines in listed for line in lines]
             if excused == len(listed):
@@ -83,11 +87,17 @@ class Reports:
         expected_failure = xfail is not None and "[NOTRUN]" not in xfail
         if report.when == "call":
             self.called.add(test)
-        if report.failed:
+        hidden = raised and not report.failed and xfail is None
+        if str(report.outcome) == "rerun":  # pytest-rerunfailures; its last attempt may pass
+            self.rerun.add(test)
+            self._fail(test, f"{last_line(report)} (a plugin ran the test again)")
+        elif hidden:
+            self._fail(
+                test, f"raised in its {report.when}, and a plugin or conftest reports {report.outcome}"
+            )
+        elif report.failed:
             why = last_line(report) + _place(report, self.root)
-            self.failed.setdefault(test, why)
-            if not for_rows:
-                self.broken.setdefault(test, why)
+            self._fail(test, why, for_rows=for_rows)
         elif report.skipped and hasattr(report, "context"):
             outcome = outcomes.XFAILED if expected_failure else outcomes.SKIPPED
             self.subtests.setdefault(test, []).append((outcome, last_line(report)))
@@ -98,6 +108,11 @@ class Reports:
         # xdist files the report of a crashed worker's test under no phase.
         if report.when not in ("setup", "call"):
             self.finished.add(test)
+
+    def _fail(self, test: str, why: str, *, for_rows: bool = False) -> None:
+        self.failed.setdefault(test, why)
+        if not for_rows:
+            self.broken.setdefault(test, why)
 
 
 def _place(report: pytest.TestReport, root: Path) -> str:

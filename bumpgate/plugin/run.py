@@ -144,7 +144,7 @@ class _LaneRun:
         if not hasattr(config, "workerinput") and (fault := _foreign_variables()):
             raise pytest.UsageError(fault)
         from bumpgate.core.baseline import BaselineError
-        from bumpgate.plugin import benchmark, rows, scheduling, sharing
+        from bumpgate.plugin import benchmark, proof, rows, scheduling, sharing
         from bumpgate.plugin.devices import detect
         from bumpgate.plugin.progress import Progress
         from bumpgate.plugin.selection import Selection
@@ -165,6 +165,7 @@ class _LaneRun:
             config, benchmark, "bumpgate-benchmark"
         )  # inside the hook of the rows, which fails red ones
         _register(config, rows, "bumpgate-rows")
+        _register(config, proof, "bumpgate-proof")
         if name:
             _register(config, sharing, "bumpgate-sharing")
             _register(config, scheduling, "bumpgate-scheduling")
@@ -187,14 +188,17 @@ class _LaneRun:
             )
         if config.option.gate and config.option.collectonly:
             raise pytest.UsageError("--collect-only measures nothing: leave it out, or leave out --gate")
+        for option in ("--setup-plan", "--setup-only"):
+            if config.option.gate and getattr(config.option, option[2:].replace("-", ""), False):
+                raise pytest.UsageError(f"{option} runs no test: leave it out, or leave out --gate")
         if config.option.gate:
             os.environ["BUMPGATE_GATE"] = "1"  # nothing that a gate starts may rewrite a baseline
         if name and not config.option.collectonly:
             try:
                 baseline = rows.lane_baseline(rows.baseline_path(config, name), name)
+                session = LaneSession(config, baseline, selection)
             except BaselineError as error:
                 raise pytest.UsageError(str(error)) from None
-            session = LaneSession(config, baseline, selection)
             _register(config, session, "bumpgate-session")
             if getattr(config.option, "verbose", 0) == 0:  # -p no:terminal removes the option
                 progress = Progress(config, name, session.judgements)

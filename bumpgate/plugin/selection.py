@@ -21,6 +21,7 @@ class Selection:
     """Selected lane tests; rejects those of another lane than the one that -m names.
 
     Registered in the controller and in every worker, which reports to the controller when it ends.
+    dropped: collected tests of the lane that are neither selected nor deselected: a plugin or conftest removed them.
     worker_deaths: the last line of each worker that crashed. collected: any process has collected its tests.
     skipped: modules that were skipped, with the reason. xdist reports only one of those that the same line skips.
     """
@@ -30,10 +31,15 @@ class Selection:
         self.lane = lane
         self.selected: set[str] = set()
         self.deselected: set[str] = set()
+        self.dropped: set[str] = set()
+        self.items: list[pytest.Item] = []
         self.skipped: dict[str, str] = {}
         self.refusal: str | None = None
         self.collected = False
         self.worker_deaths: list[str] = []
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        self.items.append(item)
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         self.deselected.update(item.nodeid for item in items if self.lane and lane_of(item) == self.lane)
@@ -55,6 +61,9 @@ class Selection:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.selected.update(item.nodeid for item in session.items)
+        of_lane = {item.nodeid for item in self.items if self.lane and lane_of(item) == self.lane}
+        self.dropped = of_lane - self.selected - self.deselected
+        self.items.clear()
         self.collected = True
 
     @pytest.hookimpl(optionalhook=True)
@@ -67,14 +76,17 @@ class Selection:
         if error:  # a traceback of the worker, or a line of xdist if it left none
             lines = text_lines(str(error))
             self.worker_deaths.append(one_line(lines[-1]) if lines else "no reason given")
-        refusal, deselected, skipped = getattr(node, "workeroutput", {}).get("selection", (None, (), {}))
+        found = getattr(node, "workeroutput", {}).get("selection", (None, (), (), {}))
+        refusal, deselected, dropped, skipped = found
         self.refusal = refusal or self.refusal
         self.deselected.update(deselected)
+        self.dropped.update(dropped)
         self.skipped.update(skipped)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput["selection"] = (self.refusal, sorted(self.deselected), self.skipped)
+            left_out = sorted(self.deselected), sorted(self.dropped)
+            self.config.workeroutput["selection"] = (self.refusal, *left_out, self.skipped)
         elif self.refusal:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 

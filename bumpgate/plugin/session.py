@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from bumpgate.core import accepted
+from bumpgate.core import accepted, census
 from bumpgate.core.baseline import Baseline, comparable
 from bumpgate.core.lanes import unused_margins
 from bumpgate.core.rows import Judgement, Problem, ProblemKind, Record, write_record
@@ -38,6 +38,7 @@ class LaneSession:
     def __init__(self, config: pytest.Config, baseline: Baseline, selection: Selection) -> None:
         self.config = config
         self.baseline = baseline
+        self.reviewed = census.load(census.path(baseline_path(config, baseline.lane)))
         self.selection = selection
         self.record_path = config.invocation_params.dir / (
             config.option.record or config.rootpath / "record.json"
@@ -120,6 +121,7 @@ class LaneSession:
         run = EndedRun(
             config=self.config,
             baseline=self.baseline,
+            reviewed=self.reviewed,
             selection=self.selection,
             reports=self.reports,
             judgements=self.judgements,
@@ -147,7 +149,14 @@ class LaneSession:
         rules = {rule: texts[rule] for rule in sorted(used) if rule in texts}
         provenance |= {"rules": rules} if rules else {}
         try:
-            record = write_record(self.record_path, provenance, judgements, complete=complete, problems=found)
+            record = write_record(
+                self.record_path,
+                provenance,
+                judgements,
+                complete=complete,
+                problems=found,
+                tests=run.tests(),
+            )
             where = str(self.record_path)
         except OSError as error:
             record = Record(provenance, tuple(judgements), False, tuple(found))
