@@ -15,10 +15,7 @@ from bumpgate.core.errors import BumpgateError, loads, one_line
 from bumpgate.core.findings import Decision, Finding, TimedOutcome
 from bumpgate.core.rows import Record, is_number, read_record
 
-GATE_SCHEMA = 3
-# The sides of schema 2 were called good and bad; its files are still read.
-OLD_SCHEMA, OLD_NAMES = 2, {"good": "adopted", "bad": "candidate"}
-OLD_OPTIONS = {f"python_{old}": f"python_{new}" for old, new in OLD_NAMES.items()}
+GATE_SCHEMA = 4
 # Sessions after which an undecided time can be reviewed: the fewest that can call a row SLOWER.
 REVIEWABLE = 16
 
@@ -122,14 +119,16 @@ def read(path: Path) -> Record | GateFile:
 
 
 def parse(path: Path, raw: dict[str, Any]) -> GateFile:
-    """Return the gate with this content. path: its file, whose folder has the records. Raises GateFileError."""
-    raw = with_current_names(raw)
+    """Return the gate with this content. path: its file, whose folder has the records. Raises GateFileError.
+
+    A verdict that is not that of its worst finding is refused; bumpgate.gate.evidence judges it again.
+    """
     if raw.get("schema") != GATE_SCHEMA:
         raise GateFileError(
             f"{path}: a gate of schema {raw.get('schema')!r}, this bumpgate reads {GATE_SCHEMA}: run the gate again"
         )
     try:
-        return GateFile(
+        found = GateFile(
             lane=str(raw["lane"]),
             decision=Decision[raw["decision"]],
             started=str(raw.get("started", "")),
@@ -141,11 +140,11 @@ def parse(path: Path, raw: dict[str, Any]) -> GateFile:
             timed={str(row): _paired(t) for row, t in raw.get("timed", {}).items()},
             drifts={str(row): dict(c) for row, c in raw.get("drifts", {}).items()},
             accepted=tuple(str(line) for line in raw.get("accepted", ())),
-            finished=bool(raw.get("finished", True)),
+            finished=_typed(raw, "finished", bool),
             readings={
                 str(row): _number(x) for row, x in ((raw.get("anchor") or {}).get("readings") or {}).items()
             },
-            config=dict(raw.get("config") or {}),
+            config=dict(_typed(raw, "config", dict)),
             binding=dict(raw.get("binding") or {}),
             moved=tuple(str(line) for line in raw.get("moved", ())),
         )
@@ -153,27 +152,19 @@ def parse(path: Path, raw: dict[str, Any]) -> GateFile:
         raise GateFileError(
             f"{path}: corrupt or incomplete gate file ({type(error).__name__}: {one_line(error)})"
         ) from None
+    worst = min((f.decision for f in found.findings), key=list(Decision).index, default=Decision.ADOPT)
+    if found.finished and found.decision is not worst:
+        raise GateFileError(
+            f"{path}: states {found.decision.name}, and its worst finding is {worst.name}: gate again"
+        )
+    return found
 
 
-def with_current_names(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a gate.json with the sides' current names, if it has schema 2; else unchanged."""
-    if raw.get("schema") != OLD_SCHEMA:
-        return raw
-    raw = {**raw, "schema": GATE_SCHEMA}
-    try:
-        raw["sides"] = renamed_sides(raw["sides"])
-        raw["findings"] = [renamed_sides(finding) for finding in raw["findings"]]
-        raw["config"] = {
-            OLD_OPTIONS.get(name, name): value for name, value in (raw.get("config") or {}).items()
-        }
-    except (KeyError, TypeError, AttributeError):
-        pass  # an incomplete file, which the reader reports
-    return raw
-
-
-def renamed_sides(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dictionary with the current names of the sides as keys."""
-    return {OLD_NAMES.get(name, name): value for name, value in raw.items()}
+def _typed(raw: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Return a field. Raises TypeError if it has another type: a text is no truth value."""
+    if not isinstance(raw[name], kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {raw[name]!r}")
+    return raw[name]
 
 
 def _side(path: Path, raw: Mapping[str, Any]) -> GateSide:

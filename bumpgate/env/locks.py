@@ -20,6 +20,8 @@ from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.lanes import FOLDER
 from bumpgate.core.toml import tomllib
 
+# A file's name without folders and line ends: it becomes a path of the store and a line of a Containerfile.
+WHEEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+!-]*\.whl")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -121,6 +123,16 @@ def wheel_sizes(path: Path) -> dict[tuple[str, str], int]:
     return sizes
 
 
+def file_digests(path: Path) -> dict[str, list[str]]:
+    """Return package -> sha256 of each of its files in a lock (ours or uv's). Raises LockError."""
+    return {
+        canonicalize_name(entry["name"]): sorted(
+            str(file.get("hashes", {}).get("sha256", "")) for file in _files(entry)
+        )
+        for entry in _entries(path)
+    }
+
+
 def _entries(path: Path) -> list[dict[str, Any]]:
     """Return the packages of a lock (ours or uv's) as they are in the file. Raises LockError."""
     try:
@@ -141,6 +153,8 @@ def _locked(name: str, entry: Mapping[str, Any]) -> tuple[Locked, dict[Wheel, st
         place = str(raw.get("url") or raw["path"])
         last = place.rsplit("/", 1)[-1]
         file = raw.get("name") or (unquote(last) if "url" in raw else last)
+        if not isinstance(file, str) or not WHEEL.fullmatch(file):
+            raise LockError(f"{name}: {file!r} is no name of a wheel file; freeze again")
         sha256 = raw.get("hashes", {}).get("sha256", "")
         if not SHA256.fullmatch(sha256):
             raise LockError(f"{name}: {package} {version} has a wheel without its sha256; freeze again")

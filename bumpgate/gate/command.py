@@ -17,16 +17,18 @@ import typer
 from packaging.utils import canonicalize_name
 from rich.console import Console
 
-from bumpgate.core import accepted, gate_file, lanes
+from bumpgate.core import accepted, lanes
 from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import BumpgateError, ExtraMissingError
 from bumpgate.core.findings import Decision, DriftReading
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.text import redacted
+from bumpgate.core.rows import Record
 from bumpgate.env.cached import Disk
 from bumpgate.env.mirror import copies
 from bumpgate.gate import drift, metrics, state
 from bumpgate.gate.environments import EnvSpec, environments, keep_locks
+from bumpgate.gate.evidence import read_judged
 from bumpgate.gate.measure import other_packages, run_gate
 from bumpgate.gate.options import (
     FAST,
@@ -171,10 +173,8 @@ def _run(config: GateConfig, how: RunOptions) -> None:
             f"bumpgate: {where}: {error.strerror}; results so far are saved. Resume with: {_resume_line()}"
         )
         raise typer.Exit(Decision.UNKNOWN.value) from None
-    # A verdict of an earlier command is only in its file.
-    found = gate_file.read(place / state.NAME) if earlier else gate.file(place)
-    assert isinstance(found, GateFile)
-    _show(found, place, earlier)
+    found = earlier or gate.file(place)
+    _show(found, place, again=earlier is not None)
     if gate.undecided:
         view.say(f"the budget ended before every timed row was decided. Resume with: {_resume_line()}")
     if not (found.gaps() or config.selection):
@@ -184,19 +184,21 @@ def _run(config: GateConfig, how: RunOptions) -> None:
 
 def _measured(
     config: GateConfig, how: RunOptions, root: Path, place: Path, view: View, gpus: Sequence[str]
-) -> tuple[Gate, bool]:
-    """Return the finished gate, and whether it had finished before this command."""
+) -> tuple[Gate, GateFile | None]:
+    """Return the finished gate, and its file if it had finished before this command."""
     if config.command:
         metrics.write_test(root, config.lane, config.command)
     lane = lanes.require(root, config.lane)
     plan = plan_for(config.sessions, lane.slow_modes, lane.device, lane.margins)
     gate = _begin(config, plan, place, how.resume, bind(root, place))
+    earlier: Record | GateFile | None = None
     if gate.finished:
+        earlier = read_judged(place / state.NAME)
         _refuse_lapsed(gate, root, place)
     specs = environments(config, root, view, how)
-    if gate.finished and not gate.undecided:
+    if isinstance(earlier, GateFile) and not gate.undecided:
         _check_packages(gate, specs, root)
-        return gate, True
+        return gate, earlier
     keep_locks(specs, place)
     now = time.monotonic()
     bench = Bench(
@@ -214,7 +216,7 @@ def _measured(
         fresh=how.fresh,
         shares=divide(gpus, lane.count, own_cores()),
     )
-    return run_gate(bench, gate), False
+    return run_gate(bench, gate), None
 
 
 def _adoption(config: GateConfig, found: GateFile, path: Path) -> str:
@@ -272,7 +274,7 @@ def _check_packages(gate: Gate, specs: Mapping[str, EnvSpec], root: Path) -> Non
                 raise other_packages(name, before, after)
 
 
-def _show(gate: GateFile, out: Path, again: bool) -> None:
+def _show(gate: GateFile, out: Path, *, again: bool) -> None:
     """Print the findings and a one-line summary. again: the gate had finished before this command."""
     console = Console()
     findings_text(gate.findings, console)

@@ -101,18 +101,18 @@ def successive_drifts(readings: Sequence[DriftReading], entries: Sequence[Accept
 
 
 def find_drifts(
-    recent: Recent,
+    series: Mapping[str, Sequence[DriftReading]],
     lane: str,
     rows: Sequence[str],
     drifted: Mapping[str, Sequence[float]],
     today: date,
     acceptances: Iterable[Acceptance] = (),
 ) -> dict[str, list[Drift]]:
-    """Return row id -> its drifts, from the history and today's sessions with the anchor (log-ratios by row).
+    """Return row id -> its drifts, from earlier readings and today's sessions with the anchor (log-ratios by row).
 
+    series: readings of the last HISTORY_DAYS.
     The drifts are those that acceptances cover today, in order, then the first that none covers.
     """
-    series = recent(lane, rows, HISTORY_DAYS) if rows else {}
     entries = of_lane((a for a in acceptances if not a.expired(today)), lane)
     found = {}
     for row in rows:

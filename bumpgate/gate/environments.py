@@ -17,6 +17,7 @@ from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.env import compiled
 from bumpgate.env.build import BuildError, build
 from bumpgate.env.lane import lane_request
+from bumpgate.env.locks import file_digests
 from bumpgate.env.packages import lock_variables
 from bumpgate.env.request import Request
 from bumpgate.gate.options import GateConfig, GateError, RunOptions
@@ -48,6 +49,7 @@ class EnvSpec:
 
     failure: why the interpreter is missing.
     command: rebuilds the environment, or investigates why it could not be built. lock: its resolved lock.
+    artifacts: package -> sha256 of its files there.
     wheels: of an interpreter without a lock, the digest of the files of each kernel wheel.
     """
 
@@ -58,6 +60,7 @@ class EnvSpec:
     lock: Path | None = None
     more: tuple[Mapping[str, str], ...] = ()
     wheels: Mapping[str, str] = field(default_factory=dict)
+    artifacts: Mapping[str, list[str]] = field(default_factory=dict)
 
     @property
     def cache_folders(self) -> dict[str, str]:
@@ -138,7 +141,8 @@ def _of_set(name: str, request: Request, root: Path, lane: str, view: View) -> E
     own = {**lock_variables(made.lock), **wheels.variables(fitted.absent)}
     first, *more = ({**c, **own} for c in compiled.copies(made.key, name))
     listing = f"cat {made.lock}" if made.lock else ""
-    return EnvSpec(made.python, first, command=listing, lock=made.lock, more=tuple(more))
+    files = file_digests(made.lock) if made.lock else {}
+    return EnvSpec(made.python, first, command=listing, lock=made.lock, more=tuple(more), artifacts=files)
 
 
 def _refuse_unprepared(config: GateConfig, python: str, absent: Mapping[str, str]) -> None:

@@ -13,31 +13,20 @@ from dataclasses import replace
 
 from bumpgate.core import accepted
 from bumpgate.core.errors import one_line
-from bumpgate.core.findings import Finding, group
-from bumpgate.core.rows import Problem, Record, read_record, write_record
+from bumpgate.core.rows import Record, read_record, write_record
 from bumpgate.env.freeze import changes
-from bumpgate.gate import adopted_run_cache, drift
-from bumpgate.gate.drift import apply_to_times, find_drifts
+from bumpgate.gate import adopted_run_cache, drift, evidence
 from bumpgate.gate.environments import ROUNDS, SIDES, TITLES, side_name
+from bumpgate.gate.evidence import sides_of
 from bumpgate.gate.interim import Interim, certain_findings, first_answer
 from bumpgate.gate.options import GateError
 from bumpgate.gate.pairing import TimedRuns
 from bumpgate.gate.remeasure import read_again, spoiled_again
 from bumpgate.gate.runner import Bench
-from bumpgate.gate.sequential import summarise
-from bumpgate.gate.state import NAME, Gate
+from bumpgate.gate.state import NAME, Gate, Inputs
 from bumpgate.gate.timed import Sessions, timed_rows
-from bumpgate.gate.verdict import (
-    Side,
-    anchor_gap,
-    judge_gate,
-    left_out,
-    of_adopted_alone,
-    tree_gap,
-    unequal_losses,
-)
 from bumpgate.process.host import host_class
-from bumpgate.process.runner import NOTHING_SELECTED, USAGE, LaneRun, by_hand, installed
+from bumpgate.process.runner import NOTHING_SELECTED, USAGE, LaneRun, installed
 from bumpgate.process.tree_digest import SHOWN
 from bumpgate.table import summary
 
@@ -105,6 +94,7 @@ def _enter_side(bench: Bench, gate: Gate, name: str) -> tuple[Gate, str]:
                 packages=dict(found.packages),
                 git_version=dict(found.git_version),
                 wheels=dict(spec.wheels),
+                artifacts=dict(spec.artifacts),
             )
     side = replace(side, name=side_name(TITLES[name], bench.config.candidate, side.packages))
     if not side.measured:
@@ -170,7 +160,9 @@ def measure(bench: Bench, gate: Gate, names: Sequence[str]) -> Gate:
 
 
 def _keep(bench: Bench, gate: Gate, record: Record) -> None:
-    if (key := _cache_key(bench, gate)) and not tree_gap(gate, bench.tree()):
+    now = bench.tree()
+    edited = bool(gate.binding and now and gate.binding.differences(now))
+    if (key := _cache_key(bench, gate)) and not edited:
         caches = bench.environments["adopted"].cache_folders.values()
         adopted_run_cache.save(key, record, bench.out / "adopted.json", caches)
 
@@ -253,7 +245,7 @@ def pair(bench: Bench, gate: Gate) -> Gate:
 
 def show_first_answer(bench: Bench, gate: Gate) -> Gate:
     """Show and save what is known before the sessions begin: the findings that do not depend on times."""
-    sides = _sides(bench, gate)
+    sides = sides_of(gate, _records(bench, gate))
     if not (sides["adopted"].record and sides["candidate"].record):
         return gate
     found = certain_findings(bench.config.lane, sides["adopted"], sides["candidate"])
@@ -267,7 +259,7 @@ def _interim(bench: Bench, gate: Gate, running: Sequence[str]) -> Interim:
     there = [name for name in SIDES if name in running or gate.sides[name].record]
     return Interim(
         lane=bench.config.lane,
-        sides=_sides(bench, gate),
+        sides=sides_of(gate, _records(bench, gate)),
         records={name: bench.out / f"{name}.json" for name in there},
         started=bench.started,
         say=bench.view.say,
@@ -277,52 +269,23 @@ def _interim(bench: Bench, gate: Gate, running: Sequence[str]) -> Interim:
 
 def judge(bench: Bench, gate: Gate) -> Gate:
     """Compute the decision and its findings from all measurements."""
-    lane, sides = bench.config.lane, _sides(bench, gate)
-    alone: list[Problem] = []
-    if gate.paired:
-        sides, alone = _with_faults(sides, gate.paired)
-        if gate.drifted:
-            drift_faults = gate.drifted.problems("candidate")
-            sides = {**sides, "candidate": _with_problems(sides["candidate"], drift_faults)}
-        timed_so_far = summarise(gate.paired.log_ratios, bench.plan, gate.paired.family)
-        gate = replace(gate, timed=timed_so_far)
-    drifted = gate.drifted.log_ratios if gate.drifted else {}
-    acceptances = accepted.load(bench.root / "baselines" / accepted.FILE)
-    found = find_drifts(bench.recent, lane, list(gate.timed), drifted, bench.today, acceptances)
-    timed, crept, lines = apply_to_times(gate.timed, found, acceptances, lane, bench.today)
-    verdict = judge_gate(lane, sides["adopted"], sides["candidate"], timed, crept)
-    lost = unequal_losses(lane, gate.paired) if gate.paired else []
-    gaps = [
-        *anchor_gap(gate, bench.root, bench.options(gate)),
-        *tree_gap(gate, bench.tree()),
-        *left_out(gate, bench.record(gate, "candidate")),
-    ]
-    findings = group([*verdict.findings, *of_adopted_alone(lane, alone), *lost, *gaps])
-    return replace(
-        gate,
-        drifts={row: drifts[-1] for row, drifts in found.items()},
-        decision=findings[0].decision if findings else verdict.decision,
-        findings=tuple(_with_interpreter(bench, gate, f) for f in findings),
-        accepted=tuple(lines),
+    lane, rows = bench.config.lane, list(gate.paired.log_ratios) if gate.paired else []
+    inputs = Inputs(
+        plan=bench.plan,
+        today=bench.today,
+        acceptances=tuple(
+            a for a in accepted.load(bench.root / "baselines" / accepted.FILE) if a.lane == lane
+        ),
+        readings=bench.recent(lane, rows, drift.HISTORY_DAYS) if rows else {},
+        tree=tuple(gate.binding.differences(now)) if gate.binding and (now := bench.tree()) else (),
+    )
+    return evidence.judge(
+        replace(gate, inputs=inputs), _records(bench, gate), bench.root, bench.options(gate)
     )
 
 
-def _sides(bench: Bench, gate: Gate) -> dict[str, Side]:
-    """Return the sides for the verdict. A side that was not run because of the other one has an empty record."""
-    found = {}
-    for name, side in gate.sides.items():
-        spared = not (side.measured or side.failure)
-        record = Record({"lane": bench.config.lane}, ()) if spared else bench.record(gate, name)
-        found[name] = Side(side.name, record, side.failure, side.canaries or {}, command=side.command)
-    return found
-
-
-def _with_interpreter(bench: Bench, gate: Gate, f: Finding) -> Finding:
-    """Put the side's interpreter into the repro: plain `pytest` depends on the shell's environment."""
-    python = bench.environments["adopted" if f.adopted and not f.candidate else "candidate"].python
-    if not f.repro.startswith("pytest "):
-        return f
-    return replace(f, repro=by_hand(python, bench.root, f.repro, bench.options(gate)))
+def _records(bench: Bench, gate: Gate) -> dict[str, Record | None]:
+    return {name: bench.record(gate, name) for name in gate.sides}
 
 
 def other_packages(name: str, then: Mapping[str, str], now: Mapping[str, str]) -> GateError:
@@ -331,19 +294,3 @@ def other_packages(name: str, then: Mapping[str, str], now: Mapping[str, str]) -
     more = f" and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
     what = f"{', '.join(moved[:SHOWN])}{more}"
     return GateError(f"the {TITLES[name]} packages differ from before ({what}): gate again, in another --out")
-
-
-def _with_faults(sides: Mapping[str, Side], sessions: Sessions) -> tuple[dict[str, Side], list[Problem]]:
-    """Add the problems of the timed processes to both sides' records; return also those of the adopted side alone."""
-    candidate = _with_problems(sides["candidate"], sessions.problems("candidate"))
-    of_candidate = {p.test for p in candidate.record.problems} if candidate.record else set()
-    faults = sessions.problems("adopted")
-    shared = [p for p in faults if p.test in of_candidate]
-    adopted = _with_problems(sides["adopted"], shared)
-    return {**sides, "adopted": adopted, "candidate": candidate}, [p for p in faults if p not in shared]
-
-
-def _with_problems(side: Side, problems: Sequence[Problem]) -> Side:
-    if side.record is None or not problems:
-        return side
-    return replace(side, record=replace(side.record, problems=(*side.record.problems, *problems)))

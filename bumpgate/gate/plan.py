@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from statistics import NormalDist
+from typing import Any
 
 from bumpgate.core.findings import SAME_MARGIN
 from bumpgate.gate.modes import Modes
@@ -182,3 +183,13 @@ def plan_for(
     looks = [look for look in default.looks if look.sessions < sessions]
     rest = Look(sessions, 1 - sum(x.different for x in looks), 1 - sum(x.same for x in looks))
     return replace(default, looks=(*looks, rest))
+
+
+def plan_of(raw: Mapping[str, Any]) -> SessionPlan:
+    """Return the plan that `asdict` made JSON of. Raises KeyError, TypeError or ValueError on anything else."""
+    parts = {
+        "looks": tuple(Look(**look) for look in raw["looks"]),
+        "rules": tuple(SessionRule(**rule) for rule in raw["rules"]),
+        "modes": Modes(**raw["modes"]),
+    }
+    return SessionPlan(**{**raw, **parts})

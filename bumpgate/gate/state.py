@@ -6,28 +6,33 @@ It is written atomically after every step, so a killed gate leaves a valid file:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from bumpgate.core import gate_file
+from bumpgate.core.accepted import Acceptance
 from bumpgate.core.errors import one_line
-from bumpgate.core.findings import Decision, Finding
-from bumpgate.core.gate_file import GATE_SCHEMA, GateFile, with_current_names
+from bumpgate.core.findings import Decision, DriftReading, Finding
+from bumpgate.core.gate_file import GATE_SCHEMA, GateFile
 from bumpgate.core.rows import write_atomic
 from bumpgate.core.text import redacted
 from bumpgate.env.freeze import changes
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.options import GateConfig, GateError
-from bumpgate.gate.plan import SessionPlan
+from bumpgate.gate.plan import SessionPlan, plan_of
 from bumpgate.gate.sequential import Timed, estimate
 from bumpgate.gate.timed import Sessions
 from bumpgate.process.tree_digest import Binding
 
 NAME = "gate.json"
+# Fields from which the verdict follows.
+EVIDENCE = ("lane", "config", "host", "started", "binding", "sides", "sessions", "anchor", "inputs")
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class SideState:
     record: a file next to gate.json; None if the run left none.
     command: rebuilds the environment.
     python: its interpreter.
+    artifacts: package -> sha256 of its files in the resolved lock; empty without a lock.
     kept: start of the earlier run that the record is from (bumpgate.gate.adopted_run_cache), "" for none.
     wheels: of an interpreter of the user, the digest of the files of each kernel wheel: one version may be built for
         several versions of torch.
@@ -55,6 +61,55 @@ class SideState:
     kept: str = ""
     wheels: Mapping[str, str] = field(default_factory=dict)
     read_again: bool = False
+    artifacts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def equals(self, other: SideState) -> bool:
+        """Whether both have the same packages: versions, commits, kernel wheels, and files where locks name them."""
+        mine, its = self.artifacts, other.artifacts
+        same = (self.packages, self.git_version, self.wheels) == (
+            other.packages,
+            other.git_version,
+            other.wheels,
+        )
+        return (
+            bool(self.packages) and same and not any({*mine[n]}.isdisjoint(its[n]) for n in mine.keys() & its)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a verdict depends on apart from the sides, their records and the sessions.
+
+    plan: of the sessions.
+    today: day of the verdict.
+    acceptances: of the lane.
+    readings: row id -> earlier readings against an anchor.
+    tree: how the work tree changed during the gate.
+    """
+
+    plan: SessionPlan
+    today: date
+    acceptances: tuple[Acceptance, ...] = ()
+    readings: Mapping[str, Sequence[DriftReading]] = field(default_factory=dict)
+    tree: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Inputs:
+        """Create inputs from gate.json. Raises KeyError, TypeError or ValueError on anything else."""
+        day = date.fromisoformat
+        return cls(
+            plan=plan_of(raw["plan"]),
+            today=day(raw["today"]),
+            acceptances=tuple(
+                Acceptance(**a | {name: day(a[name]) for name in ("since", "expires")})
+                for a in raw["acceptances"]
+            ),
+            readings={
+                row: [DriftReading(day(r["day"]), r["log_ratio"]) for r in series]
+                for row, series in raw["readings"].items()
+            },
+            tree=tuple(raw["tree"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -65,6 +120,7 @@ class Gate:
     drifted: the same with the anchor. drifts: of each row the first drift that is not accepted, else the last accepted
     one. accepted: one line per acceptance that was used or has expired.
     host: the class of the machine, which must not change. binding: the work tree that it measures.
+    inputs: of its verdict; None until it is judged.
     """
 
     config: GateConfig
@@ -84,6 +140,7 @@ class Gate:
     accepted: tuple[str, ...] = ()
     host: str = ""
     binding: Binding | None = None
+    inputs: Inputs | None = None
 
     def with_side(self, name: str, side: SideState) -> Gate:
         """Return the gate with another state of one side."""
@@ -110,8 +167,10 @@ class Gate:
         return changes(adopted, candidate) if adopted and candidate else []
 
     def write(self, out: Path) -> None:
-        """Replace gate.json atomically, without secrets."""
-        write_atomic(out / NAME, redacted(json.dumps(self.to_json(), indent=1, allow_nan=False)) + "\n")
+        """Replace gate.json atomically, without secrets, and with the digests of its evidence if it has finished."""
+        raw = json.loads(redacted(json.dumps(self.to_json(), allow_nan=False)))
+        raw |= {"digests": digests(raw, out)} if self.finished else {}
+        write_atomic(out / NAME, json.dumps(raw, indent=1) + "\n")
 
     def file(self, out: Path) -> GateFile:
         """Return the gate as its readers see gate.json in this folder."""
@@ -142,7 +201,18 @@ class Gate:
             },
             "accepted": list(self.accepted),
             "moved": self.moved,
+            "inputs": json.loads(json.dumps(asdict(self.inputs), default=date.isoformat))
+            if self.inputs
+            else None,
         }
+
+
+def digests(raw: Mapping[str, Any], out: Path) -> dict[str, str]:
+    """Return the sha256 of each record of a gate, by file name, and of the other evidence in its gate.json."""
+    files = [side["record"] for side in raw["sides"].values() if side["record"]]
+    own = json.dumps({name: raw.get(name) for name in EVIDENCE}, sort_keys=True)
+    found = {name: (out / name).read_bytes() for name in files if (out / name).is_file()}
+    return {name: hashlib.sha256(x).hexdigest() for name, x in {**found, "evidence": own.encode()}.items()}
 
 
 def read(out: Path, plan: SessionPlan) -> Gate | None:
@@ -152,10 +222,28 @@ def read(out: Path, plan: SessionPlan) -> Gate | None:
     """
     path = out / NAME
     try:
-        raw = with_current_names(json.loads(path.read_text(encoding="utf-8")))
+        return parse(path, json.loads(path.read_text(encoding="utf-8")), plan)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise GateError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise GateError(f"{path}: not a gate ({one_line(error)}): name another --out") from None
+
+
+def parse(path: Path, raw: dict[str, Any], plan: SessionPlan | None = None) -> Gate:
+    """Return the state with this content of a gate.json. plan: of a gate that was not judged yet.
+
+    Raises GateError on content that `Gate.write` did not write.
+    """
+    try:
+        if raw["schema"] != GATE_SCHEMA:
+            raise ValueError(f"schema {raw['schema']!r}, this bumpgate reads {GATE_SCHEMA}")
+        inputs = Inputs.from_json(raw["inputs"]) if raw["inputs"] else None
+        plan = plan or (inputs.plan if inputs else None)
         lists = {name: tuple(raw["config"].get(name, ())) for name in ("selection", "without")}
         config = GateConfig(**raw["config"] | lists)
-        gate = Gate(
+        return Gate(
             config,
             raw["started"],
             raw["command"],
@@ -167,15 +255,11 @@ def read(out: Path, plan: SessionPlan) -> Gate | None:
             sides={name: SideState(**raw["sides"][name]) for name in raw["sides"]},
             paired=_read_sessions(raw["sessions"], plan),
             drifted=_read_sessions(raw["anchor"], None),
+            inputs=inputs,
         )
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise GateError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         why = one_line(f"{type(error).__name__}: {error}", 80)
         raise GateError(f"{path}: not a gate that can be resumed ({why}): name another --out") from None
-    return gate
 
 
 def _timed(t: Timed | None, log_ratios: list[float]) -> dict[str, Any]:
@@ -208,5 +292,4 @@ def _sessions(sessions: Sessions | None) -> dict[str, Any] | None:
 def _read_sessions(raw: Any, plan: SessionPlan | None) -> Sessions | None:
     if raw is None:
         return None
-    raw.pop("readings")
-    return Sessions.from_json(raw, plan)
+    return Sessions.from_json({name: value for name, value in raw.items() if name != "readings"}, plan)

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from bumpgate.core.findings import NO_REGRESSION, TimedOutcome
-from bumpgate.core.gate_file import renamed_sides
 from bumpgate.core.rows import (
     COST_PER_ROUND,
     Judgement,
@@ -188,9 +187,7 @@ class Sessions:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], plan: SessionPlan | None) -> Sessions:
         """Create sessions from the output of to_json. Raises TypeError on other fields."""
-        lost = {test: renamed_sides(sides) for test, sides in raw.get("lost_processes", {}).items()}
-        named = {name: renamed_sides(raw[name]) for name in ("faults", "failures") if name in raw}
-        return cls(plan=plan, **{**raw, **named, "lost_processes": lost})
+        return cls(plan=plan, **raw)
 
     @property
     def cache(self) -> int:

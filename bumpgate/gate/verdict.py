@@ -49,12 +49,13 @@ from bumpgate.gate.sequential import Timed
 from bumpgate.gate.state import Gate
 from bumpgate.gate.timed import Sessions
 from bumpgate.process.runner import by_hand
-from bumpgate.process.tree_digest import Binding
 from bumpgate.table import part_of_lane
 
 # Right on both sides, but worse on the candidate side by more than the kind of row allows.
 WORSE = "WORSE"
 ONE_SIDE = "measured on one side only"
+# Both sides are the same set.
+EQUAL = "EQUAL"
 # The sides ran another pattern, dtype, batch or number of tokens, so their values are not comparable.
 OTHER_WORK = "OTHER WORK"
 # The sides report the row with another unit, direction or kind.
@@ -730,13 +731,21 @@ def _why_lost(sessions: Sessions, test: str) -> tuple[str, str]:
     return side or "adopted", why or "no process gave a time"
 
 
-def tree_gap(gate: Gate, now: Binding | None) -> list[Finding]:
+def tree_gap(gate: Gate, differences: Sequence[str]) -> list[Finding]:
     """Report a work tree that was edited during the gate: the two sides may have run different tests."""
-    differences = gate.binding.differences(now) if gate.binding and now else []
     if not differences:
         return []
     head = f"the work tree changed while the gate measured ({'; '.join(differences)})"
     return [Finding(Decision.UNKNOWN, "INFRA", "", head, repro=gate.command)]
+
+
+def equal_sides(gate: Gate) -> list[Finding]:
+    """Report sides with the same packages: a gate of a set with itself shows nothing about a candidate."""
+    if not gate.sides["adopted"].equals(gate.sides["candidate"]):
+        return []
+    return [
+        Finding(Decision.UNKNOWN, EQUAL, "", "the sides are equal: the same packages in the same versions")
+    ]
 
 
 def left_out(gate: Gate, candidate: Record | None) -> list[Finding]:

@@ -93,9 +93,9 @@ class Archive:
             else redacted(self._url.render_as_string(hide_password=True))
         )
 
-    def add(self, path: Path) -> Added:
-        """Store a record, or a gate with both of its records."""
-        found = gate_file.read(path)
+    def add(self, path: Path, found: Record | GateFile | None = None) -> Added:
+        """Store a record, or a gate with both of its records. found: what the file holds, if it was read already."""
+        found = found or gate_file.read(path)
         with self.transaction() as connection:
             if isinstance(found, GateFile):
                 made, new = self._add_gate(connection, found)

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from bumpgate.core import gate_file
 from bumpgate.core.rows import write_atomic
 from bumpgate.core.text import printable, redacted
+from bumpgate.gate.evidence import read_judged
 from bumpgate.report import junit, markdown, page
 from bumpgate.report.html_page import html_page
 from bumpgate.report.page import Page
@@ -52,7 +52,7 @@ def render(path: Path, targets: dict[str, Path]) -> list[Path]:
     Raises GateFileError or RecordError on an input that is neither, ExtraMissingError if HTML is requested and its
     libraries are not installed.
     """
-    shown = page.of(gate_file.read(path))
+    shown = page.of(read_judged(path))
     texts = {targets[name]: make(shown) for name, _, make in FORMATS if name in targets}
     for target, text in texts.items():
         write_atomic(target, printable(redacted(text)))

@@ -14,6 +14,7 @@ import typer
 
 from bumpgate.core.errors import BumpgateError, need
 from bumpgate.core.rows import is_finite
+from bumpgate.gate.evidence import read_judged
 from bumpgate.history import known_findings
 from bumpgate.history.archive import MOST_DAYS, Archive, Point, default_store
 from bumpgate.report.page import show
@@ -47,7 +48,7 @@ def command(
         if not what[1:]:
             raise BumpgateError("history add: name record.json or gate.json files")
         for name in what[1:]:
-            added = archive.add(Path(name))
+            added = archive.add(Path(name), read_judged(Path(name)))
             typer.echo(f"{name}: {'added' if added.new else 'already stored'}")
             for one in added.findings:
                 typer.echo(known_findings.line(one))

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from packaging.utils import canonicalize_name
 
-from bumpgate.core import accepted, gate_file, lanes
+from bumpgate.core import accepted, lanes
 from bumpgate.core.baseline import file_text, find_root, load
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision
@@ -21,6 +21,7 @@ from bumpgate.env.freeze import changes, fill_store, store_adopted
 from bumpgate.env.lane import LaneContext
 from bumpgate.env.locks import lock_text
 from bumpgate.env.requirements import requirements_file
+from bumpgate.gate.evidence import read_judged
 from bumpgate.history import adoptions
 from bumpgate.history.adoptions import Adoption, ReviewedFinding
 from bumpgate.process.file_transaction import (
@@ -162,7 +163,7 @@ def _fill_store(root: Path, lane: str, made: Adopting) -> None:
 
 def _gate(path: Path, root: Path, named: Named) -> tuple[GateFile, Binding]:
     """Load a gate and check that it can be adopted. Raises AdoptionError (one line) if not."""
-    found = gate_file.read(path)
+    found = read_judged(path)
     if not isinstance(found, GateFile):
         raise AdoptionError(f"{path} is the record of one run: name the gate.json of a gate")
     if not found.finished:

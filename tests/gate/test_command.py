@@ -27,7 +27,7 @@ from bumpgate.process.tree_digest import bind
 from tests.support.foreign import ANY_ROUND_IS_QUIET, LANE, Foreign
 from tests.support.gating import Machine
 from tests.support.git_repository import GitRepository
-from tests.support.project import Result, wrapped_python
+from tests.support.project import Result, package_of_side, wrapped_python
 
 GOOD = {"name": "graphs", "value": 3, "unit": "graphs", "better": "exact"}
 TIME = {"name": "step_seconds", "value": 0.5, "unit": "s", "better": "lower"}
@@ -102,7 +102,8 @@ def foreign(tmp_path: Path) -> Foreign:
     made.write("bumpgate.toml", LANE)
     made.write("torch.py", "")
     for side in ("adopted", "candidate"):
-        made.write(f".{side}/python", wrapped_python(SIDE=side))
+        site = package_of_side(tmp_path / f".{side}/site", side)
+        made.write(f".{side}/python", wrapped_python(site=site, SIDE=side))
         os.chmod(tmp_path / f".{side}/python", 0o755)
     made.env["BUMPGATE_HOME"] = str(tmp_path / ".home")
     return made

@@ -301,8 +301,8 @@ def test_budget_that_ends_sessions_of_the_anchor_is_shown(
 def test_anchor_with_missing_sessions_gives_no_reading() -> None:
     few = [0.5] * (drift.SESSIONS - 1)
     before = {"a/b/s": [DriftReading(TODAY - timedelta(days=7), 0.04)]}
-    assert find_drifts(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": few}, TODAY) == {}
-    found = find_drifts(lambda *_: before, "cpu", ["a/b/s"], {"a/b/s": [*few, 0.5]}, TODAY)
+    assert find_drifts(before, "cpu", ["a/b/s"], {"a/b/s": few}, TODAY) == {}
+    found = find_drifts(before, "cpu", ["a/b/s"], {"a/b/s": [*few, 0.5]}, TODAY)
     assert [drift.called for drift in found["a/b/s"]] == [TODAY]
 
 

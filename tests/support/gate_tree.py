@@ -10,7 +10,15 @@ from typing import Any
 
 from bumpgate.core.baseline import Baseline, Reviewed, save
 from bumpgate.gate import state
-from tests.support.project import EXISTING_BYTECODE, GOOD, Project, Result, counted, wrapped_python
+from tests.support.project import (
+    EXISTING_BYTECODE,
+    GOOD,
+    Project,
+    Result,
+    counted,
+    package_of_side,
+    wrapped_python,
+)
 
 CANARY = """
 @lanes("cpu")
@@ -68,8 +76,8 @@ class Tree(Project):
         self, side: str, bytecode: Mapping[str, str] = EXISTING_BYTECODE, **variables: str
     ) -> Path:
         """Create a python that wraps this one with extra env_vars; fast, because it loads few plugins."""
-        path = self.root / side / "python"
-        self.write(f"{side}/python", wrapped_python(bytecode, SIDE=side, **variables))
+        path, site = self.root / side / "python", package_of_side(self.root / side / "site", side)
+        self.write(f"{side}/python", wrapped_python(bytecode, site, SIDE=side, **variables))
         path.chmod(0o755)
         return path
 

@@ -32,6 +32,7 @@ COUNT_TEST = "suites/compile/test_a.py::test_count[cpu]"
 TIME_TEST = "suites/throughput/test_b.py::test_time[cpu]"
 # Names of the sides in the seeds of their noise.
 OF_SEED = {"adopted": "good", "candidate": "bad"}
+TORCH = {"adopted": "2.13.0", "candidate": "2.14.0", "anchor": "2.12.0"}
 TODAY = date(2026, 3, 2)
 # Standard deviation of CPU seconds between fresh processes on a quiet machine (suites/throughput).
 PROCESS_SD = 0.012
@@ -63,12 +64,14 @@ class Behaviour:
     """One side. counts: rows of its single run, except timed ones. canaries: name -> reason of the failed ones.
 
     second: rows of a run that names tests, instead of counts; second_problems: those of that run.
-    packages: installed apart from torch. slower: row -> factor of its time.
+    torch: its version; that of TORCH by default.
+    packages: installed apart from torch.
+    slower: row -> factor of its time.
     signal: ends the timed processes of sessions from `dies_from` on.
     spoiled: number of runs of the timed test disturbed by the machine; unreviewed: none of its rows is in the baseline.
     """
 
-    torch: str = "2.13.0"
+    torch: str = ""
     packages: Mapping[str, str] = field(default_factory=dict)
     failure: str = ""
     counts: Sequence[Judgement] = field(default_factory=lambda: [count()])
@@ -100,7 +103,7 @@ class Machine:
         self.root, self.cache_folder = root, root.with_name(f"{root.name}-caches")
         self.seed, self.sd = seed, sd
         self.rows = tuple(rows) or ("throughput/b/seconds",)
-        self.sides = {name: Behaviour() for name in ("adopted", "candidate", "anchor")}
+        self.sides = {name: Behaviour() for name in TORCH}
         self.processes: list[str] = []
         self.read = Counter[tuple[str, str, int]]()
         self.before_process: Callable[[], None] = lambda: None
@@ -109,7 +112,8 @@ class Machine:
 
     def installed(self, python: Path, *_: object) -> Installed:
         side = self.sides[python.name]
-        return Installed({} if side.failure else {"torch": side.torch, **side.packages}, {}, side.failure)
+        packages = {"torch": side.torch or TORCH[python.name], **side.packages}
+        return Installed({} if side.failure else packages, {}, side.failure)
 
     def run_lane(self, call: LaneCall, timeout: float | None = None) -> LaneRun:
         python, selection, record = call.python, call.selection, call.record
@@ -182,7 +186,7 @@ class Machine:
             record,
             {
                 "lane": self.bench.gate.config.lane if self.bench else "cpu",
-                "torch": side.torch,
+                "torch": side.torch or "2.13.0",
                 "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             },
             judgements,

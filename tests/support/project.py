@@ -48,11 +48,26 @@ def interruptible() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def wrapped_python(bytecode: Mapping[str, str] = EXISTING_BYTECODE, **variables: str) -> str:
-    """Return a script that runs this Python with these env_vars, with only the plugins that pyproject.toml requires."""
+def wrapped_python(
+    bytecode: Mapping[str, str] = EXISTING_BYTECODE, site: Path | None = None, **variables: str
+) -> str:
+    """Return a script that runs this Python with these env_vars, with only the plugins that pyproject.toml requires.
+
+    site: a folder of further packages.
+    """
     given = {**PLUGINS, **bytecode, **variables}
     assignments = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
-    return f'#!/bin/sh\n{assignments} exec "{sys.executable}" "$@"\n'
+    path = f'PYTHONPATH="$PYTHONPATH:{site}" ' if site else ""
+    return f'#!/bin/sh\n{assignments} {path}exec "{sys.executable}" "$@"\n'
+
+
+def package_of_side(folder: Path, side: str) -> Path:
+    """Create a folder with the package `bump`, whose version is another one on each side of a gate."""
+    version = "1.0" if side == "adopted" else "2.0"
+    info = folder / f"bump-{version}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: bump\nVersion: {version}\n")
+    return folder
 
 
 @dataclass(frozen=True)
