@@ -22,8 +22,8 @@ from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import BumpgateError, ExtraMissingError
 from bumpgate.core.findings import Decision, DriftReading
 from bumpgate.core.gate_file import GateFile
-from bumpgate.core.text import redacted
 from bumpgate.core.rows import Record
+from bumpgate.core.text import redacted
 from bumpgate.env.cached import Disk
 from bumpgate.env.mirror import copies
 from bumpgate.gate import drift, metrics, state

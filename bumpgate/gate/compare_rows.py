@@ -1,7 +1,8 @@
 """Compares values that each side measured once: how much worse a candidate may be.
 
 A stored tolerance bounds each side against the baseline alone, so a candidate may lose twice the tolerance against the
-adopted build. Values that repeat to the last digit (counts, bytes, errors) are compared here. Times do not repeat: one
+adopted build. Values that repeat to the last digit (counts, bytes, errors) are compared here, by the margins of
+bumpgate.gate.materiality. Times do not repeat: one
 reading never decides, and if it looks worse the paired sessions measure it again. docs/gate.md has the table.
 """
 
@@ -15,7 +16,6 @@ from bumpgate.core import kernel_code
 from bumpgate.core.baseline import violation
 from bumpgate.core.findings import SAME_MARGIN
 from bumpgate.core.rows import (
-    ERRORS,
     TIMES,
     Judgement,
     ProblemKind,
@@ -24,36 +24,27 @@ from bumpgate.core.rows import (
     Verdict,
     is_finite,
     is_time,
-    metric,
     same_value,
 )
+from bumpgate.gate.materiality import allowed, kind_of
 
-# Of two H200s under one build (baselines/records) 4 of 112 error rows moved, by a factor of 1.83 at most; between torch
-# 2.13.0 and 2.15.0 on the CPU 31 of 55 did, by 1.72 at most. Below a hundredth of its bound an error counts as that
-# hundredth: rounding alone moves an error of 1e-15 by a factor of ten.
-ERROR_FACTOR, OF_BOUND = 2.0, 0.01
-# A short training run amplifies rounding: 6.8 % between the two H200s.
-LOSS_FACTOR = 1.25
-# Peaks of a caching allocator: 4 of 17 moved by at most 0.03 % between the two H200s, bytes that kernels access by
-# 0.23 % between the torch releases. All other numbers but guards did not move.
-BYTES_FACTOR = 1.005
-# Guards are counted exactly, and a release adds some: 1.2 and 1.3 % in 2.15.0.
-GUARDS_FACTOR = 1.05
-# Generated code differs between builds for good reasons: 1 to 2 kernels of 200 for each release so far.
-PER_BUILD_FACTOR = 1.25
 # Units of times and rates that a slow machine makes worse.
 ABSOLUTE = re.compile(r"s|ms|us|ns|.+/s")
-# A time with a bound that the test derived is mostly far below it, and is measured next to other tests.
-BOUNDED_FACTOR = 2.0
 
 
 class ValueChange(Enum):
-    """Difference of two values. OTHER: neither better nor worse. AGAIN: a time that one reading cannot judge."""
+    """Difference of two values.
+
+    OTHER: neither better nor worse.
+    AGAIN: a time that one reading cannot judge.
+    SMALL: too little to hold a bump for (bumpgate.gate.materiality).
+    """
 
     WORSE = "WORSE"
     BETTER = "BETTER"
     OTHER = "OTHER"
     AGAIN = "AGAIN"
+    SMALL = "SMALL"
 
 
 def change(adopted: Row, candidate: Row) -> ValueChange | None:
@@ -70,11 +61,16 @@ def change(adopted: Row, candidate: Row) -> ValueChange | None:
         return ValueChange.BETTER if kernel_code.worse(after_counts, before_counts) else None
     before, after = adopted.value, candidate.value
     sign = direction(candidate)
+    factor, floor = allowed(candidate)
+    listed = kind_of(candidate).listed or (candidate.tolerance and not is_time(candidate))
+    if listed and is_finite(before) and is_finite(after):
+        low, high = sorted((before, after))
+        if not _beyond(high, low, factor, floor):
+            return ValueChange.SMALL
     if isinstance(before, bool) and isinstance(after, bool) and candidate.per_build:
         return ValueChange.OTHER if after else ValueChange.WORSE  # a capability that was lost
     if not sign or not (is_finite(before) and is_finite(after)):
         return None if candidate.better == "derived" else ValueChange.OTHER
-    factor, floor = _allowed(candidate)
     worse, better = (after, before) if sign > 0 else (before, after)
     if _beyond(worse, better, factor, floor):
         return ValueChange.AGAIN if is_time(candidate) else ValueChange.WORSE
@@ -150,21 +146,6 @@ def direction(row: Row) -> int:
     if row.per_build:  # kernels, breaks, bytes of generated code
         return 1
     return (row.at_most is not None) - (row.at_least is not None)
-
-
-def _allowed(row: Row) -> tuple[float, float]:
-    """Return the factor by which a row may be worse, and the size below which values count as that size."""
-    bound = row.at_most if row.at_most is not None else row.at_least
-    if row.per_build:
-        return PER_BUILD_FACTOR, 0.0
-    if is_time(row):
-        return BOUNDED_FACTOR if row.at_most is not None else TIMES.get(row.unit, TIMES["ms"]), 0.0
-    if (of_loss := row.unit == "nats" or metric(row) == "loss_growth") or ERRORS.search(metric(row)):
-        factor = LOSS_FACTOR if of_loss else ERROR_FACTOR
-        return factor, OF_BOUND * abs(bound or 0.0)
-    if metric(row) == "guard_count":
-        return GUARDS_FACTOR, 0.0
-    return BYTES_FACTOR if row.unit == "bytes" else 1.0, 0.0
 
 
 def _beyond(high: float, low: float, factor: float, floor: float) -> bool:

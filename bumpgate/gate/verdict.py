@@ -44,6 +44,7 @@ from bumpgate.gate.compare_rows import (
     with_disturbed,
 )
 from bumpgate.gate.drift import Drift
+from bumpgate.gate.materiality import material_time
 from bumpgate.gate.options import FAST
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.state import Gate
@@ -449,6 +450,8 @@ def compare(
             return Decision.UNKNOWN, Verdict.INCONCLUSIVE.value
         if cell is Cell.VALUES:
             return _compare_values(adopted, candidate, paired=paired)
+        if cell is Cell.HOLD and not paired and _is_small(adopted, candidate):
+            return Decision.ADOPT, Verdict.CHANGED.value
         if cell is Cell.BOTH and slow_in_both(adopted, candidate, paired=paired):
             return Decision.ADOPT, SLOW_IN_BOTH
         excused = candidate.explains and not candidate.accepted and not paired
@@ -468,6 +471,12 @@ def compare(
     }[cell]
 
 
+def _is_small(adopted: Judgement, candidate: Judgement) -> bool:
+    """Whether a value that differs from the reviewed one is too near to the adopted side's to hold a bump."""
+    small = change(adopted.row, candidate.row) is ValueChange.SMALL
+    return small and violation(candidate.row) is None and not kinds(adopted.row, candidate.row)
+
+
 def _compare_values(adopted: Judgement, candidate: Judgement, *, paired: bool) -> tuple[Decision, str] | None:
     """Compare the values of a row that is right on both sides."""
     if kinds(adopted.row, candidate.row):
@@ -477,7 +486,8 @@ def _compare_values(adopted: Judgement, candidate: Judgement, *, paired: bool) -
     if moved in (None, ValueChange.BETTER):
         return (Decision.ADOPT, Verdict.WIN.value) if moved or won else None
     by_adopted = adopted.accepted and moved is not ValueChange.WORSE
-    reviewed = candidate.accepted or by_adopted or (moved is ValueChange.OTHER and candidate.row.per_build)
+    of_build = moved is ValueChange.OTHER and candidate.row.per_build
+    reviewed = candidate.accepted or by_adopted or of_build or moved is ValueChange.SMALL
     label = WORSE if moved is ValueChange.WORSE else Verdict.CHANGED.value
     return (Decision.ADOPT if reviewed else Decision.HOLD), label
 
@@ -580,7 +590,9 @@ def of_sessions(
     if t.outcome is TimedOutcome.SAME:
         return []
     red = t.outcome in (TimedOutcome.SLOWER, TimedOutcome.SLOW_MODE)
-    decision = Decision.HOLD if red else Decision.ADOPT if t.outcome in NO_REGRESSION else Decision.UNKNOWN
+    small = t.outcome is TimedOutcome.SLOWER and not material_time(row, t.ratio)
+    known = small or t.outcome in NO_REGRESSION
+    decision = Decision.ADOPT if known else Decision.HOLD if red else Decision.UNKNOWN
     if not t.sessions:  # all such rows have one cause: the budget, or only lost sessions
         unread = (f"{row}: not measured",)
         head = "no paired session gave a time"

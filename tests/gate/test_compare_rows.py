@@ -112,22 +112,38 @@ def moved(metric: str, before: Value, after: Value, unit: str, **fields: object)
     return change(row(metric, before, unit, **fields), row(metric, after, unit, **fields))
 
 
-LOWER = {"better": "lower", "tolerance": 0.1}
+LOWER = {"better": "lower"}
+TENTH = {"better": "lower", "tolerance": 0.1}
 PAIRED = {"better": "lower", "paired": True}
 BOUND = {"better": "derived", "at_most": 3.0}
 BUILD = {"per_build": True}
-WORSE, BETTER, OTHER, AGAIN = ValueChange.WORSE, ValueChange.BETTER, ValueChange.OTHER, ValueChange.AGAIN
+WORSE, BETTER, OTHER, AGAIN, SMALL = (
+    ValueChange.WORSE,
+    ValueChange.BETTER,
+    ValueChange.OTHER,
+    ValueChange.AGAIN,
+    ValueChange.SMALL,
+)
 
 
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (("kernels_per_step", 3311, 3312, "count", LOWER), WORSE),
-        (("kernels_per_step", 3312, 3311, "count", LOWER), BETTER),
-        (("peak_memory_bytes", 5144634880, 5146084864, "bytes", LOWER), None),
-        (("peak_memory_bytes", 5144634880, 5190000000, "bytes", LOWER), WORSE),
-        (("guard_count", 474, 480, "count", LOWER), None),
+        (("kernels_per_step", 3311, 3312, "count", LOWER), SMALL),
+        (("kernels_per_step", 3312, 3311, "count", LOWER), SMALL),
+        (("kernels_per_step", 100, 103, "count", LOWER), WORSE),
+        (("kernels_per_step", 103, 100, "count", LOWER), BETTER),
+        (("peak_memory_bytes", 5144634880, 5146084864, "bytes", LOWER), SMALL),
+        (("peak_memory_bytes", 5144634880, 5200000000, "bytes", LOWER), WORSE),
+        (("peak_memory_bytes", 5144634880, 5200000000, "bytes", TENTH), SMALL),
+        (("guard_count", 474, 480, "count", LOWER), SMALL),
         (("guard_count", 474, 520, "count", LOWER), WORSE),
+        (("guard_count", 474, 520, "count", TENTH), SMALL),
+        (("hlo_instructions", 13386, 13400, "count", {}), SMALL),
+        (("hlo_instructions", 13386, 13100, "count", {}), OTHER),
+        (("host_syncs", 0, 1, "count", LOWER), WORSE),
+        (("skips", 200, 210, "graphs", TENTH), SMALL),
+        (("skips", 200, 230, "graphs", TENTH), WORSE),
         (("capability", 1, 0, "capability", {"better": "higher"}), WORSE),
         (("compiled_calls", 41, 39, "count", {"better": "derived", "at_least": 39}), WORSE),
         (("gradient_error_ratio", 1.1, 1.9, "ratio", BOUND), None),
@@ -146,7 +162,7 @@ WORSE, BETTER, OTHER, AGAIN = ValueChange.WORSE, ValueChange.BETTER, ValueChange
         (("code_hash", "3f45", "a1b2", "sha256", BUILD), OTHER),
         (("images", 1000.0, 990.0, "images/s", {"better": "higher", "tolerance": 0.1}), None),
         (("images", 1000.0, 800.0, "images/s", {"better": "higher", "tolerance": 0.1}), AGAIN),
-        (("launch", 900, 910, "ns", LOWER), None),
+        (("launch", 900, 910, "ns", TENTH), None),
         (("modules", 8, 9, "count", {}), OTHER),
         (("agrees", 13, 14, "count", {"better": "derived", "expected": 13}), None),
         (("ratio", 1.0, 1.5, "ratio", {"better": "lower", "interval": (0.9, 1.6)}), None),
@@ -352,7 +368,7 @@ def test_right_adopted_side_still_holds() -> None:
 )
 def test_sessions_decide_a_paired_time(outcome: TimedOutcome, decision: Decision) -> None:
     fields = BOUNDED | {"paired": True, "better": "lower"}
-    timed = {ROW: Timed(outcome, 1.0, (0.99, 1.01), 16, 1.0, 1.0)}
+    timed = {ROW: Timed(outcome, 1.2, (1.1, 1.3), 16, 1.0, 1.0)}
     assert gate_of_readings(late(23.8, **fields), late(60.0, **fields), timed).decision is decision
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,16 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.core import gate_file
-from bumpgate.core.rows import write_record
-from bumpgate.gate import state
-from bumpgate.gate.plan import plan_for
 from bumpgate.gate.state import NAME
 from bumpgate.process import tree_digest
 from bumpgate.process.tree_digest import bind
 from suites.support.planted import planted
 from tests.support.gate_tree import COUNTS, Tree, wait_for
-from tests.support.gating import TIME_TEST, count
 from tests.support.project import GOOD
 
 
@@ -171,29 +165,3 @@ def test_binding_outside_git_follows_links_once(tmp_path: Path) -> None:
     (root / "a/up").symlink_to(root)
     (root / "b").symlink_to(tmp_path / "linked")
     assert sorted(bind(root).files) == ["a/x.py", "b/y.py", "pyproject.toml"]
-
-
-OLD = Path(__file__).with_name("gate_of_schema_2.json")
-
-
-def test_gate_of_schema_2_is_read_with_the_present_names(tmp_path: Path) -> None:
-    """Its sides are called good and bad: in the sides, findings, options, sessions and names of the records."""
-    (tmp_path / NAME).write_text(OLD.read_text())
-    for side, value in (("good", 13), ("bad", 14)):
-        write_record(tmp_path / f"{side}.json", {"lane": "cpu"}, [count(value)], complete=True)
-    found = gate_file.read(tmp_path / NAME)
-    assert isinstance(found, gate_file.GateFile)
-    assert [
-        side.record and side.record.judgements[0].row.value for side in (found.adopted, found.candidate)
-    ] == [13, 14]
-    assert (found.config["python_adopted"], found.config["python_candidate"]) == ("/envs/good", "/envs/bad")
-    assert found.findings[0].adopted == ("compile/a/graph_breaks: 13 breaks",)
-    assert found.findings[0].candidate == ("compile/a/graph_breaks: 14 breaks (C6)",)
-    resumed = state.read(tmp_path, plan_for(8))
-    assert resumed is not None
-    assert resumed.paired is not None
-    assert resumed.paired.faults == {"adopted": {}, "candidate": {TIME_TEST: "died of SIGSEGV"}}
-    assert resumed.paired.lost_processes == {TIME_TEST: {"adopted": 0, "candidate": 1}}
-    resumed.write(tmp_path)
-    raw = json.loads((tmp_path / NAME).read_text())
-    assert (raw["schema"], [*raw["sides"]]) == (3, ["adopted", "candidate"])

@@ -120,6 +120,7 @@ def test_drift_is_gone_only_if_read_against_the_anchor(tmp_path: Path, archive: 
         raw = json.loads(path.read_text())
         found = Finding(Decision.HOLD, "CREEP", "seconds", "", (TIMED,), ("1 at its anchor",), ("+4 %",))
         raw["findings"] = [asdict(found) | {"decision": "HOLD"}] if drift else []
+        raw["decision"] = "HOLD" if drift else "ADOPT"
         raw["anchor"] = {"readings": {TIMED: 1.04 if drift else 1.0}} if anchor else None
         path.write_text(json.dumps(raw))
         return path

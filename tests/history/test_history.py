@@ -394,7 +394,7 @@ def test_history_refuses_mixed_lanes_and_incomplete_files(
     assert bumpgate(monkeypatch, "history", "add", str(a_record(tmp_path, "11-03", started=""))) == 4
     assert "states no start time" in capsys.readouterr().err
     unfinished = a_gate(tmp_path, "11-04")
-    unfinished.write_text(unfinished.read_text().replace('"schema": 3', '"schema": 3, "finished": false'))
+    unfinished.write_text(unfinished.read_text().replace('"finished": true', '"finished": false'))
     assert bumpgate(monkeypatch, "history", "add", str(unfinished)) == 4
     assert "the gate was cut short" in capsys.readouterr().err
 

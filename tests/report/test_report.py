@@ -197,10 +197,10 @@ def test_report_writes_exactly_the_formats_that_are_named(
         (None, "cannot be read (No such file or directory)"),
         ("garbage", "neither a record nor a gate"),
         ("[]", "not a record of schema 2"),
-        ('{"decision": "ADOPT"}', "a gate of schema None, this bumpgate reads 3: run the gate again"),
-        ('{"decision": "MAYBE", "schema": 2, "lane": "cpu"}', "corrupt or incomplete gate file (KeyError"),
+        ('{"decision": "ADOPT"}', "a gate of schema None, this bumpgate reads 4: run the gate again"),
+        ('{"decision": "MAYBE", "schema": 4, "lane": "cpu"}', "corrupt or incomplete gate file (KeyError"),
         (
-            '{"decision": "ADOPT", "schema": 2, "lane": "cpu"}',
+            '{"decision": "ADOPT", "schema": 4, "lane": "cpu"}',
             "corrupt or incomplete gate file (KeyError: 'sides')",
         ),
     ],

@@ -6,7 +6,6 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from datetime import date, timedelta
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 
 from bumpgate import cli
 from bumpgate.core.findings import TimedOutcome
-from bumpgate.core.gate_file import GATE_SCHEMA
 from bumpgate.core.rows import (
     Judgement,
     Problem,
@@ -28,8 +26,13 @@ from bumpgate.core.rows import (
     digest_of,
     write_record,
 )
+from bumpgate.gate.evidence import judge
+from bumpgate.gate.options import GateConfig
+from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.sequential import Timed
-from bumpgate.gate.verdict import GateVerdict, Side, judge_gate
+from bumpgate.gate.state import Gate, Inputs, SideState
+from bumpgate.gate.timed import Sessions
+from bumpgate.gate.verdict import GateVerdict, Side
 from bumpgate.history.archive import Archive
 
 TEST = "suites/compile/test_policies.py::test_counts[nam52-regional-cpu]"
@@ -93,50 +96,51 @@ def write_gate(
     *,
     lane: str = "cpu",
     started: str = "2026-11-21T02:00:00+00:00",
+    candidate: str = "torch==2.14.0",
+    selection: tuple[str, ...] = (),
 ) -> tuple[Path, GateVerdict]:
-    """Write gate.json as the gate does, with adopted.json, candidate.json and its verdict."""
-    verdict = judge_gate(lane, good, bad, timed)
+    """Write gate.json as the gate does, with adopted.json, candidate.json and its verdict.
+
+    timed: row id -> outcome, ratio and number of the sessions that are made up for it.
+    """
     sides = {}
     for key, side in (("adopted", good), ("candidate", bad)):
         if r := side.record:
             write_record(
                 folder / f"{key}.json", r.provenance, r.judgements, complete=r.complete, problems=r.problems
             )
-        sides[key] = {
-            "name": side.name,
-            "record": f"{key}.json" if side.record else None,
-            "failure": side.failure,
-            "canaries": dict(side.canaries),
-            "command": side.command,
-            "packages": {"torch": side.name.split()[-1], "numpy": "2.4.6"},
-            "git_version": {"torch": r.provenance["torch_git"]} if r else {},
-        }
-    raw = {
-        "schema": GATE_SCHEMA,
-        "lane": lane,
-        "decision": verdict.decision.name,
-        "exit_code": verdict.exit_code,
-        "started": started,
-        "wall_seconds": 803.5,
-        "command": "bumpgate gate --lane cpu --candidate torch==2.14.0",
-        "sides": sides,
-        "findings": [asdict(f) | {"decision": f.decision.name} for f in verdict.findings],
-        "timed": {
-            name: {
-                "outcome": t.outcome.value,
-                "ratio": t.ratio,
-                "interval": list(t.interval),
-                "sessions": t.sessions,
-                "log_ratios": [math.log(t.ratio)] * t.sessions,
-            }
-            for name, t in (timed or {}).items()
-        },
-        "drifts": {},
-        "accepted": [],
-    }
-    path = folder / "gate.json"
-    path.write_text(json.dumps(raw))
-    return path, verdict
+        sides[key] = SideState(
+            name=side.name,
+            record=f"{key}.json" if side.record else None,
+            failure=side.failure,
+            canaries=dict(side.canaries),
+            measured=True,
+            command=side.command,
+            packages={"torch": side.name.split()[-1], "numpy": "2.4.6"},
+            git_version={"torch": r.provenance["torch_git"]} if r else {},
+        )
+    plan = SessionPlan()
+    ratios = {row: log_ratios(t) for row, t in (timed or {}).items()}
+    paired = Sessions(dict.fromkeys(ratios, TEST), plan, plan.budget, log_ratios=ratios) if ratios else None
+    gate = Gate(
+        GateConfig(lane, candidate=candidate, selection=selection),
+        started,
+        "bumpgate gate --lane cpu --candidate torch==2.14.0",
+        wall_seconds=803.5,
+        finished=True,
+        sides=sides,
+        paired=paired,
+        inputs=Inputs(plan=plan, today=date(2026, 11, 21)),
+    )
+    made = judge(gate, {"adopted": good.record, "candidate": bad.record})
+    made.write(folder)
+    return folder / "gate.json", GateVerdict(made.decision, made.findings)
+
+
+def log_ratios(t: Timed) -> list[float]:
+    """Return sessions that give this outcome: of little noise, or of so much that nothing can be decided."""
+    noise = 0.2 if t.outcome is TimedOutcome.INCONCLUSIVE else 0.01
+    return [math.log(t.ratio) + noise * (-1) ** k for k in range(t.sessions)]
 
 
 def save_record(path: Path, raw: dict[str, Any]) -> None:
@@ -178,11 +182,8 @@ def gate_of_day(
         ),
     )
     ratios = {TIMED: paired(timed, 1.06 if timed is TimedOutcome.SLOWER else 1.0)} if timed else {}
-    path, _ = write_gate(folder, *sides, ratios, started=f"2026-11-{day:02d}T03:00:00+00:00")
-    raw = json.loads(path.read_text())
-    raw["config"] = {"candidate": candidate, "selection": list(selection)}
-    path.write_text(json.dumps(raw))
-    return path
+    started = f"2026-11-{day:02d}T03:00:00+00:00"
+    return write_gate(folder, *sides, ratios, started=started, candidate=candidate, selection=selection)[0]
 
 
 def many_readings(archive: Archive, rows: int, nights: int, last: date) -> None:
