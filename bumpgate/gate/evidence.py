@@ -85,12 +85,13 @@ def read_judged(path: Path) -> Record | GateFile:
     found = gate_file.read(path)
     if not isinstance(found, GateFile) or not found.finished:
         return found
-    raw: dict[str, Any] = loads(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    raw: dict[str, Any] = loads(text)
     gate = state.parse(path, raw)
     if gate is None or gate.inputs is None or "digests" not in raw:
         raise GateFileError(f"{path}: it does not hold what it was judged from: gate again")
-    digests = state.digests(raw, path.parent)
-    if moved := [name for name, digest in digests.items() if raw["digests"].get(name) != digest]:
+    digests = state.digests(json.loads(text), path.parent)
+    if moved := sorted(dict(digests.items() ^ raw["digests"].items())):
         raise GateFileError(f"{path}: {moved[0]} changed since the verdict: gate again")
     sides = {"adopted": found.adopted, "candidate": found.candidate}
     judged = judge(gate, {name: side.record for name, side in sides.items()})

@@ -128,6 +128,7 @@ class Interim:
                 judgements=tuple(j for j in found[name].judgements if j.row.id in both),
                 complete=True,
                 problems=(),
+                tests={},
             )
             for name in ("adopted", "candidate")
         )

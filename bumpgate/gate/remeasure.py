@@ -53,7 +53,7 @@ def spoiled_again(bench: Bench, gate: Gate, name: str, record: Record) -> Record
         [*kept, *again.judgements],
         complete=record.complete,
         problems=[*problems, *again.problems],
-        tests={**record.tests, **again.tests},
+        tests={**record.tests, **{test: again.tests[test] for test in tests if test in again.tests}},
     )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
-from bumpgate.core import kernel_code
+from bumpgate.core import census, kernel_code
 from bumpgate.core.baseline import investigate, tier, violation
 from bumpgate.core.errors import one_line
 from bumpgate.core.findings import (
@@ -222,6 +222,7 @@ def _of_records(lane: str, adopted: Record, candidate: Record, timed: Collection
             result = compare(g, b, whole=candidate.complete, paired=row in timed)
         found += _finding(lane, g, b, result) if result else []
     found += _problems(lane, adopted, candidate)
+    found += _lost_tests(lane, adopted, candidate, spared)
     if not (before or after.keys() - new or timed):
         head = "no row was selected"
         found.append(Finding(Decision.UNKNOWN, "NOTHING", "", head, repro=f"pytest -m {lane}"))
@@ -353,6 +354,31 @@ def _problems(lane: str, adopted: Record, candidate: Record) -> list[Finding]:
             )
         )
     return out
+
+
+def _lost_tests(lane: str, adopted: Record, candidate: Record, spared: Mapping[str, str]) -> list[Finding]:
+    """Report the tests that ran on the adopted side and prove nothing on the candidate's, once for each way.
+
+    spared: rows that the candidate is not required to report. A test whose rows are missing is no second finding.
+    """
+    before, after = _by_id(adopted), _by_id(candidate)
+    missing = {row for row in before if row in spared or _absent(after.get(row))}
+    shown = {before[row].row.test for row in missing}
+    whole = adopted.complete and candidate.complete
+    return [
+        Finding(
+            Decision.HOLD if whole else Decision.UNKNOWN,
+            Verdict.MISSING.value,
+            "",
+            f"tests that ran in the adopted set: {census.LOST[outcome]}",
+            adopted=(f"{test}: {adopted.tests[test]}",),
+            candidate=(f"{test}: {outcome}",),
+            repro=investigate(lane, test),
+            tests=(test,),
+        )
+        for test, outcome in census.lost(census.ran(adopted.tests), candidate.tests).items()
+        if test not in shown and outcome != adopted.tests[test]
+    ]
 
 
 def _without_stored_times(j: Judgement | None) -> Judgement | None:

@@ -17,7 +17,7 @@ from bumpgate.process.gpu_shares import divide
 from bumpgate.process.runner import LaneCall, LaneRun
 from bumpgate.process.tree_digest import Binding
 from suites.support.planted import planted
-from tests.support.gating import TIME_TEST, Machine, PreparedGate, count, gone
+from tests.support.gating import Machine, PreparedGate, count, gone
 
 TREE = Binding("1.0", "c0ffee", {"suites/a.py": "1234"})
 
@@ -173,7 +173,7 @@ def test_run_of_a_users_interpreter_is_not_kept(machine: Machine, tmp_path: Path
 
 
 def test_disturbed_run_is_not_kept(machine: Machine, tmp_path: Path) -> None:
-    machine.sides["adopted"].counts = (gone(Verdict.INCONCLUSIVE, "noise", TIME_TEST),)
+    machine.sides["adopted"].counts = (gone(Verdict.INCONCLUSIVE, "noise"),)
     run_gate(machine, tmp_path / "first")
     assert not list(adopted_run_cache.folder().glob("*.json"))
 

@@ -641,3 +641,40 @@ def test_own_is_kept_in_a_record() -> None:
     made = ratio(1.0).row
     assert Row.from_json(made.to_json()) == made
     assert "own" not in own().row.to_json()
+
+
+CENSUS = {"a.py::test_op[add]": "passed", "a.py::test_op[mul]": "passed", "a.py::test_skip": "skipped"}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "head"),
+    [
+        ("", "not collected"),
+        ("deselected", "deselected"),
+        ("xfailed", "failing as xfail expects"),
+        ("rerun", "run again after a failure"),
+        ("not reached", "collected and not run"),
+        ("passed", ""),
+    ],
+)
+@pytest.mark.parametrize("complete", [True, False])
+def test_test_that_ran_in_the_adopted_set_and_proves_nothing_now_holds(
+    outcome: str, head: str, complete: bool
+) -> None:
+    after = {test: how for test, how in (CENSUS | {"a.py::test_op[mul]": outcome}).items() if how}
+    sides = [
+        Side(name, Record({"lane": "cpu"}, (judged(P),), complete=whole, tests=tests))
+        for name, whole, tests in (("a", True, CENSUS), ("b", complete, after))
+    ]
+    found = [f for f in judge_gate("cpu", *sides).findings if f.label == "MISSING"]
+    assert [f.head for f in found] == ([f"tests that ran in the adopted set: {head}"] if head else [])
+    for f in found:
+        assert f.decision is (Decision.HOLD if complete else Decision.UNKNOWN)
+        assert (f.tests, f.adopted) == (("a.py::test_op[mul]",), ("a.py::test_op[mul]: passed",))
+        assert f.candidate == (f"a.py::test_op[mul]: {outcome or 'absent'}",)
+
+
+def test_tests_whose_rows_are_missing_are_one_finding() -> None:
+    adopted = Record({"lane": "cpu"}, (judged(P),), tests={judged(P).row.test: "passed"})
+    found = judge_gate("cpu", Side("a", adopted), Side("b", Record({"lane": "cpu"}, ()))).findings
+    assert [f.tests for f in found if f.label == "MISSING"] == [()]

@@ -13,6 +13,8 @@ from bumpgate.core.accepted import today
 from bumpgate.core.baseline import Baseline, Reviewed, save
 from bumpgate.core.errors import loads
 from bumpgate.core.rows import read_record
+from bumpgate.gate import state
+from bumpgate.gate.evidence import judge
 from bumpgate.process.tree_digest import Binding, bind
 from tests.support.lane_files import declare_lanes
 from tests.support.project import GOOD, Project, counted
@@ -34,6 +36,10 @@ KEPT = {
     "label",
     "record",
     "selection",
+    "inputs",
+    "sessions",
+    "binding",
+    "digests",
 }
 SOON = str(today() + timedelta(30))
 WHO = ("--lane", "cpu", "--owner", "ada", "--reason", "upstream", "--expires", SOON, "--other-tree")
@@ -57,9 +63,13 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     reviewed = {BREAKS: Reviewed(13, f"count{SHOWN}", "exact")}
     save(tmp_path / "baselines/cpu.json", Baseline("cpu", {"torch": "2.13.0", "triton": None}, reviewed))
     path = gate_of_day(tmp_path, 1)
-    path.write_text(json.dumps(with_lone_surrogates(json.loads(path.read_text()))))
-    for file in (path.with_name("adopted.json"), path.with_name("candidate.json")):
+    sides = {name: path.with_name(f"{name}.json") for name in ("adopted", "candidate")}
+    for file in sides.values():
         save_record(file, with_lone_surrogates(json.loads(file.read_text())))
+    raw = with_lone_surrogates(json.loads(path.read_text()))
+    judge(state.parse(path, raw), {name: read_record(file) for name, file in sides.items()}).write(
+        path.parent
+    )
     return path
 
 
