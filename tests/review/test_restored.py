@@ -76,7 +76,7 @@ def test_file_is_restored_only_with_the_content_that_it_had(root: Path) -> None:
     for kept, commit in (({}, ""), ({"old": "corrupt"}, ""), ({}, other), ({"old": "corrupt"}, other)):
         adopt(root, commit=commit, **kept)
         with pytest.raises(
-            AdoptionError, match="its content before the adoption is neither in .* nor in git"
+            AdoptionError, match=r"its content before the adoption is neither in .* nor in git"
         ):
             adoptions.undo(root, "cpu", date(2026, 3, 2))
         assert (root / FILE).read_text() == "new"
