@@ -11,24 +11,25 @@ import torch
 from torch import Tensor
 
 
+def seen_by(doc_ids: Tensor, window: int = 0, causal: bool = True) -> Tensor:
+    """Return which query sees which key (B,T,T), cell by cell."""
+    T, ids = doc_ids.shape[1], doc_ids.tolist()
+    cells = [
+        [
+            [row[i] == row[j] and (j <= i or not causal) and (i - j < window or not window) for j in range(T)]
+            for i in range(T)
+        ]
+        for row in ids
+    ]
+    return torch.tensor(cells, device=doc_ids.device)
+
+
 def attention_naive(
     q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, scale=None, softcap=0.0, window=0, causal=True
 ) -> Tensor:
     """Compute the formula directly: in its inputs' dtype except for the softmax, with K and V repeated."""
-    B, T, Hq, P = q.shape
-    R, ids = Hq // k.shape[2], doc_ids.tolist()
-    seen = torch.tensor(
-        [
-            [
-                [
-                    ids[b][i] == ids[b][j] and (j <= i or not causal) and (i - j < window or not window)
-                    for j in range(T)
-                ]
-                for i in range(T)
-            ]
-            for b in range(B)
-        ]
-    )
+    R, P = q.shape[2] // k.shape[2], q.shape[3]
+    seen = seen_by(doc_ids, window, causal)
     q, k, v = (
         q.transpose(1, 2),
         k.repeat_interleave(R, 2).transpose(1, 2),
@@ -37,6 +38,6 @@ def attention_naive(
     s = (q @ k.mT) * (1 / math.sqrt(P) if scale is None else scale)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
-    s = s.masked_fill(~seen.to(q.device).unsqueeze(1), -torch.inf)
+    s = s.masked_fill(~seen.unsqueeze(1), -torch.inf)
     p = torch.softmax(s, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     return (p @ v).transpose(1, 2)

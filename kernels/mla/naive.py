@@ -8,14 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def seen_by(doc_ids: Tensor, causal: bool = True) -> Tensor:
-    """Return the mask (B,T,T) bool, computed cell by cell."""
-    T, ids = doc_ids.shape[1], doc_ids.tolist()
-    cells = [
-        [[row[i] == row[j] and (j <= i or not causal) for j in range(T)] for i in range(T)] for row in ids
-    ]
-    return torch.tensor(cells, device=doc_ids.device)
+from kernels.attention.naive import seen_by
 
 
 def mla_naive(
@@ -23,7 +16,7 @@ def mla_naive(
 ) -> Tensor:
     """Compute the formula directly: in its inputs' dtype except for the softmax, one head after the other."""
     scale = (q_nope.shape[3] + q_rope.shape[3]) ** -0.5 if scale is None else scale
-    seen = seen_by(doc_ids, causal)
+    seen = seen_by(doc_ids, causal=causal)
     heads = []
     for h in range(q_nope.shape[2]):
         key, value = c_kv @ W_uk[h].T, c_kv @ W_uv[h].T

@@ -81,7 +81,7 @@ def ssd_chunk_scan_backward_eager(
     dx = dt_full.unsqueeze(-1) * dscaled + D.to(acc)[:, None] * to_tokens(dy, T)
     ddt = dlog * A.to(acc) + (dscaled * value).sum(-1)
     dA = (dlog * dt_full).sum((0, 1))
-    dD = (to_tokens(dy, T) * value).sum((0, 1, 3))
+    dD = (to_tokens(dy, T) * value).sum(3).sum((0, 1))
     dB, dC = (to_tokens(d, T).unflatten(2, (G, -1)).sum(3) for d in (dkey, dquery))
     grads = (dx, ddt, dA, dB, dC, dD, dstate)
     inputs = (x, dt, A, Bmat, Cmat, D, initial_state)

@@ -9,24 +9,29 @@ import torch
 from torch import Tensor
 
 from suites.ops import specs
-from suites.ops.spec import Named, Outputs, Subject
+from suites.ops.spec import Comparison, Named, Outputs
 
-Fault = Callable[[Subject, Named, Outputs], Outputs]
-
-
-def subjects() -> dict[str, Subject]:
-    """Return the subjects of all ops, by name."""
-    return {name: subject for spec in specs().values() for name, subject in spec.subjects.items()}
+Fault = Callable[[Comparison, Named, Outputs], Outputs]
 
 
-def faults(subject: Subject) -> Mapping[str, Fault]:
+def comparisons() -> dict[str, Comparison]:
+    """Return the comparisons of all ops with their plain formulas, by name."""
+    return {
+        f"{spec.name} {name}".strip(): one
+        for spec in specs().values()
+        for name, one in spec.comparisons.items()
+        if not one.only_on_gpu
+    }
+
+
+def faults(comparison: Comparison) -> Mapping[str, Fault]:
     """Return the faults that every op can have, and the faults of this one."""
-    return EVERY_OP | dict(subject.faults)
+    return EVERY_OP | dict(comparison.faults)
 
 
 def _first(change: Callable[[Tensor], Tensor]) -> Fault:
     """Return the fault that changes a copy of the first output only."""
-    return lambda subject, inputs, right: (change(right[0].clone()), *right[1:])
+    return lambda comparison, inputs, right: (change(right[0].clone()), *right[1:])
 
 
 def _one_wrong_element(y: Tensor) -> Tensor:
@@ -43,9 +48,9 @@ def _zeroed_tail(y: Tensor) -> Tensor:
     return y
 
 
-def _tf32_operands(subject: Subject, inputs: Named, right: Outputs) -> Outputs:
+def _tf32_operands(comparison: Comparison, inputs: Named, right: Outputs) -> Outputs:
     """Round operands as a Triton product of fp32 does by default: 10 bits of each factor."""
-    return subject.run({n: _tf32(t) for n, t in inputs.items()})
+    return comparison.run({n: _tf32(t) for n, t in inputs.items()})
 
 
 def _tf32(t: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from itertools import count
 from types import SimpleNamespace
@@ -20,15 +21,15 @@ from torch import Tensor
 from bumpgate.plugin.instruments import DynamoWatch
 from kernels import op_support
 from kernels.rms_norm_gated import op as norm
-from suites.kernels.mutants import subjects
-from suites.ops import op_names
-from suites.support.comparison import gradients
-from suites.support.custom_ops import check_op, turned
-from suites.support.instruments import EveryOperator, OpCheckError, OpDefinition, op_definitions
+from suites.ops import op_names, specs
+from suites.ops.spec import Named, OpSpec
+from suites.support.comparison import outputs_of, random_weights
+from suites.support.custom_ops import EveryCall, check_op, turned
+from suites.support.instruments import OpCheckError, OpDefinition, op_definitions
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
-OPS, SUBJECTS = op_names(), subjects()
+OPS = op_names()
 NUMBER = count()
 
 
@@ -48,11 +49,13 @@ def test_every_op_is_opaque_in_forward_and_backward(lane: Lane, row, canaries) -
     found = op_definitions("bumpgate")
     faults = [line for name, op in sorted(found.items()) for line in lacks(name, op, found)]
     absent = [op for op in OPS if not any(name.startswith(op) for name in found)]
-    row(
-        "kernels/custom_ops-cpu/ops_not_opaque", len(faults) + len(absent), unit="count", witness=len(found),
-        rule="C15", expected=0, evidence=[*faults, *(f"{op}: registers no op" for op in absent)],
-        instruments=("op_definitions",),
-    )  # fmt: skip
+    row.count(
+        "kernels/custom_ops-cpu/ops_not_opaque",
+        [*faults, *(f"{op}: registers no op" for op in absent)],
+        expected=0,
+        rule="C15",
+        seen=found,
+    )
 
 
 def scratch_op(
@@ -97,7 +100,7 @@ HOLDERS = {"_abstract_fn": norm.rms_norm_gated_fwd, "contiguous_clone": op_suppo
 def check_norm() -> None:
     """Check the forward op of rms_norm_gated, on (3,6) in fp32."""
     inputs = torch.randn(3, 6), torch.randn(3, 6), torch.randn(6)
-    check_op(norm.rms_norm_gated_fwd, (*inputs, 1e-5, 3, False), differentiable=True)
+    check_op(torch.ops.bumpgate.rms_norm_gated_fwd.default, (*inputs, 1e-5, 3, False), differentiable=True)
 
 
 @lanes("cpu")
@@ -148,7 +151,7 @@ def test_fp64_runs_eager_on_cuda_and_other_dtypes_the_kernel(
 @lanes("cpu")
 def test_op_without_backward_is_refused(lane: Lane) -> None:
     with pytest.raises((AssertionError, RuntimeError, OpCheckError)):
-        check_op(scratch_op(doubled, same, None), (torch.randn(3, 5),), differentiable=True)
+        check_op(scratch_op(doubled, same, None)._opoverload, (torch.randn(3, 5),), differentiable=True)
 
 
 def reads_a_pointer(x: Tensor) -> Tensor:
@@ -172,56 +175,72 @@ def test_allow_in_graph_cannot_replace_a_custom_op(lane: Lane, canaries) -> None
     assert watch.report.unique_graphs == 1
 
 
-# The op rejects another dtype.
-STAYS_FP32 = {("moe_combine", "weights")}
+def programs() -> dict[str, tuple[OpSpec, Named, Callable[..., Any]]]:
+    """Return calls of the ops, with their inputs by name in fp64: each golden one, and those of `contract`."""
+    golden = {name: (op, op.golden.inputs(), op.golden.function) for name, op in specs().items()}
+    return golden | {
+        f"{op.name}-{name}": (op, op.named(**case.inputs), partial(op.run, **case.options))
+        for op in specs().values()
+        for name, case in op.contract.items()
+    }
 
 
-class FakeAgrees(EveryOperator):
-    """Compares each call of our ops with its fake: shapes, dtypes and strides of the outputs. Counts the calls."""
-
-    calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if func.namespace == "bumpgate":
-            fake = func(*(t.to("meta") if isinstance(t, Tensor) else t for t in args), **(kwargs or {}))
-            real, fake = ([t] if isinstance(t, Tensor) else t for t in (found, fake))
-            for i, (ours, theirs) in enumerate(zip(real, fake, strict=True)):
-                kinds = [(t.shape, t.stride(), t.dtype) for t in (ours, theirs)]
-                assert kinds[0] == kinds[1], f"{func}: output {i} is {kinds[0]}, its fake's is {kinds[1]}"
-            self.calls += 1
-        return found
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t,
+    "strided": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "turned": lambda t: turned(t, 0, -1),
+}
 
 
-@lanes("cpu")
-@pytest.mark.parametrize("layout", ["contiguous", "turned"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_fake_matches_the_real_result(lane: Lane, name: str, dtype: torch.dtype, layout: str) -> None:
-    """In a training step in both dtypes; turned: with the last two axes of each input swapped in memory."""
-    subject = SUBJECTS[name]
+def calls_of(name: str, dtype: torch.dtype, layout: str, device: str) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Return every call of a custom op in a training step, each compared with its fake."""
+    op, inputs, function = programs()[name]
 
-    def cast(n: str, t: Any) -> Any:
+    def given(n: str, t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
-        t = t.to(dtype) if t.is_floating_point() and (name, n) not in STAYS_FP32 else t
-        return turned(t, -1, -2) if layout == "turned" and t.dim() > 1 else t
+        cast = t.is_floating_point()
+        kept = dtype.itemsize < 4 and n in op.stays_fp32
+        t = t.to(device, (torch.float32 if kept else dtype) if cast else t.dtype)
+        return (LAYOUTS[layout](t) if t.dim() else t).requires_grad_(cast)
 
-    inputs = {n: cast(n, t) for n, t in subject.inputs(0).items()}
-    with FakeAgrees() as agrees:
-        gradients(lambda *values: subject.op(**dict(zip(inputs, values))), *inputs.values())
-    assert agrees.calls >= 2
+    leaves = {n: given(n, t) for n, t in inputs.items()}
+    with EveryCall() as seen:
+        outputs = [t for t in outputs_of(function(**leaves)) if t.requires_grad]
+        weights = [LAYOUTS[layout](t) if t.dim() else t for t in random_weights(outputs)]
+        floats = [t for t in leaves.values() if isinstance(t, Tensor) and t.requires_grad]
+        torch.autograd.grad(outputs, floats, weights, allow_unused=True)
+    return seen.calls
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", programs())
+def test_fake_matches_the_real_result_in_every_layout(lane: Lane, name: str, dtype: str) -> None:
+    for layout in LAYOUTS:
+        assert len(calls_of(name, getattr(torch, dtype), layout, lane.device)) >= 2
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("name", programs())
+def test_op_contract(lane: Lane, name: str) -> None:
+    """torch.library.opcheck of every call, on inputs and gradients of which none is contiguous."""
+    defined = op_definitions("bumpgate")
+    for op, arguments in calls_of(name, torch.float32, "strided", lane.device):
+        check_op(op, arguments, defined[op.name().split("::")[1]].backward)
 
 
 @lanes("cpu")
-@pytest.mark.parametrize("name", SUBJECTS)
+def test_programs_run_every_custom_op(lane: Lane) -> None:
+    ran = {op.name() for name in specs() for op, _ in calls_of(name, torch.float32, "contiguous", "cpu")}
+    assert ran == {f"bumpgate::{name}" for name in op_definitions("bumpgate")}
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("name", specs())
 def test_reference_runs_none_of_our_ops(lane: Lane, name: str) -> None:
-    subject = SUBJECTS[name]
-    inputs = subject.inputs(0)
-    calls = {}
-    for impl in ("op", "eager"):
-        with FakeAgrees() as counted:
-            subject.op(**inputs, impl=impl)
-        calls[impl] = counted.calls
-    assert calls["op"] >= 1
-    assert calls["eager"] == 0
+    golden = specs()[name].golden
+    inputs = golden.inputs()
+    with EveryCall() as seen:
+        golden.function(**inputs, impl="eager")
+    assert not seen.calls

@@ -1,21 +1,26 @@
-"""Laws of every op: value, gradient, compilation and errors. test_scans.py has the laws of the scans."""
+"""Laws of every op: value, gradient, compilation, documents and errors. test_scans.py has the laws of the scans."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from suites.ops import specs
-from suites.ops.spec import Case, OpSpec
+from suites.ops.spec import Case, Documents, OpSpec
 from suites.support.comparison import gradients
-from suites.support.custom_ops import check_one_graph, refused
+from suites.support.custom_ops import EveryCall, check_one_graph, refused
 from suites.support.lanes import Lane, lanes
+from suites.support.scans import cut
 
 OPS = [*specs().values()]
+quick = settings(derandomize=True, max_examples=15, deadline=None)
 
 
 def each_case(table: str) -> Any:
@@ -42,14 +47,23 @@ def test_fp64_equals_the_plain_formula(lane: Lane, op: OpSpec, case: Case) -> No
 @lanes("cpu")
 @each_case("gradcheck")
 def test_gradcheck(lane: Lane, op: OpSpec, case: Case) -> None:
+    """Of the function, and of the custom op inside with all its outputs, such as a logsumexp that has no gradient."""
     inputs = op.inputs(**case.inputs)
-    floats = [i for i, t in enumerate(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
+    with EveryCall() as seen:
+        op.run(*inputs, **case.options)
+    ((custom_op, arguments),) = seen.calls
+    check_gradients(partial(op.run, **case.options), inputs)
+    check_gradients(custom_op, arguments)
 
-    def run(*leaves: Tensor) -> Any:
-        given = {**dict(enumerate(inputs)), **dict(zip(floats, leaves))}
-        return op.run(*given.values(), **case.options)
 
-    assert torch.autograd.gradcheck(run, [inputs[i].requires_grad_() for i in floats])
+def check_gradients(function: Callable[..., Any], inputs: Any) -> None:
+    leaves = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
+    floats = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
+
+    def run(*given: Tensor) -> Any:
+        return function(*{**dict(enumerate(leaves)), **dict(zip(floats, given))}.values())
+
+    assert torch.autograd.gradcheck(run, [leaves[i].requires_grad_() for i in floats])
 
 
 @lanes("cpu", "h200")
@@ -60,6 +74,51 @@ def test_compiles_to_one_graph_for_every_batch_size(lane: Lane, op: OpSpec) -> N
 
     batches = [op.inputs(**sizes, dtype=torch.float32, device=lane.device) for sizes in op.batches]
     check_one_graph(op.run, train, batches, op=op.registered, dynamic=op.dynamic)
+
+
+each_document = pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        pytest.param(op, options, id=f"{op.registered}-{name}")
+        for op in OPS
+        if op.documents
+        for name, options in op.documents.cases.items()
+    ],
+)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), first=st.integers(1, 12), second=st.integers(1, 12))
+@each_document
+def test_packed_document_equals_document_alone(
+    lane: Lane, op: OpSpec, options: dict[str, Any], seed: int, first: int, second: int
+) -> None:
+    """Attention equals to rounding only: a row's sum runs over other keys (at weight 0) and in other blocks."""
+    documents: Documents = op.documents
+    inputs = documents.inputs(T=first + second, seed=seed, device=lane.device)
+    inputs["doc_ids"] = torch.tensor([[0] * first + [1] * second] * 2).to(inputs["doc_ids"])
+    packed = op.run(**inputs, **options)[:, first:]
+    alone = op.run(**cut(inputs, slice(first, None), documents.per_token), **options)
+    torch.testing.assert_close(packed, alone, rtol=documents.rounding, atol=documents.rounding)
+
+
+@lanes("cpu", "h200")
+@quick
+@given(seed=st.integers(0, 99), at=st.integers(0, 15))
+@each_document
+def test_token_changes_the_results_of_those_that_see_it(
+    lane: Lane, op: OpSpec, options: dict[str, Any], seed: int, at: int
+) -> None:
+    """No bit of the results of the past, of another document or beyond the window changes."""
+    documents: Documents = op.documents
+    inputs = documents.inputs(T=16, dtype=torch.float32, seed=seed, device=lane.device)
+    inputs["doc_ids"] = (torch.arange(16) // 6 % 2).expand(2, 16).to(inputs["doc_ids"])
+    before = op.run(**inputs, **options)
+    for i, name in enumerate(documents.keys):
+        inputs[name][:, at] += (-1) ** i
+    changed = (op.run(**inputs, **options) != before).flatten(2).any(2)
+    assert torch.equal(changed, documents.sees(inputs | options)[:, :, at])
 
 
 @lanes("cpu")

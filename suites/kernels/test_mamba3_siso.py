@@ -14,21 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from suites.ops import mamba3_mimo as mimo
+from suites.ops import mamba3_siso as siso
 from suites.ops.mamba3_siso import (
     SPEC,
     STATE,
     biased,
     make_inputs,
-    recurrence,
-    rounding_bound,
     run,
     scaled_k_in_mamba2,
     trapezoid,
 )
 from suites.ops.spec import on_circle
-from suites.support.comparison import DTYPES, Named, doubled, pooled, report_pooled
+from suites.support.comparison import Named, doubled
 from suites.support.lanes import Lane, lanes
-from suites.support.operands import OperandsIn
 
 results = SPEC.trained
 
@@ -67,44 +66,13 @@ def test_published_form_and_two_incorrect_readings(lane: Lane):
 
 
 @lanes("cpu", "h200")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_is_as_close_to_the_oracle_as_the_plain_recurrence(lane: Lane, dtype: str, row):
-    seeds = [make_inputs(dtype=DTYPES[dtype], device=lane.device, seed=seed) for seed in range(8)]
-    oracle = pooled(results(recurrence, doubled(inputs)) for inputs in seeds)
-    if lane.device == "cuda" and dtype != "fp32":  # a kernel there multiplies 16-bit operands
-        with OperandsIn(DTYPES[dtype]):
-            chunked = SPEC.of(16, impl="eager")
-            plain = pooled(results(chunked, inputs) for inputs in seeds)
-    else:
-        plain = pooled(results(recurrence, inputs) for inputs in seeds)
-    found = pooled(results(SPEC.of(16), inputs) for inputs in seeds)
-    last_v = torch.cat([inputs["v"][:, -1].float().flatten() for inputs in seeds])
-    assert torch.equal(found["final v_prev"], last_v)
-    del oracle["final v_prev"]  # exact in all of them: there is no ratio
-    report_pooled(row, f"kernels/mamba3_siso-{lane.name}-{dtype}", found, plain, oracle, inputs=SPEC.floats)
-
-
-@lanes("cpu", "h200")
-def test_fp32_error_is_within_rounding(lane: Lane):
-    inputs = make_inputs(dtype=torch.float32, device=lane.device)
-    oracle, *_ = recurrence(**doubled(inputs))
-    bound = rounding_bound(inputs)
-    for chunk_size in (1, 16, 64):
-        y, *_ = SPEC.of(chunk_size)(**inputs)
-        assert ((y - oracle).abs() <= bound).all()
-    # The bound must separate a wrong scan from a correct one: no reset, and the angle not carried.
-    unreset, *_ = run(**inputs | {"doc_ids": torch.zeros_like(inputs["doc_ids"])})
-    assert ((unreset - oracle).abs() > bound).double().mean() > 0.1
-    unturned, *_ = run(**inputs | {"theta": torch.zeros_like(inputs["theta"])})
-    assert ((unturned - oracle).abs() > bound)[:, :10].double().mean() > 0.5
-
-
-@lanes("cpu", "h200")
-def test_small_lambda_keeps_its_precision(lane: Lane):
+@pytest.mark.parametrize("op", [siso, mimo], ids=lambda op: op.SPEC.name)
+def test_small_lambda_keeps_its_precision(lane: Lane, op):
     """If lam is small, a token has little weight for itself: that weight must not be a difference of large numbers."""
-    inputs = make_inputs(starts=(), dtype=torch.float32, device=lane.device)
+    inputs = op.make_inputs(starts=(), dtype=torch.float32, device=lane.device)
     inputs |= {n: torch.zeros_like(inputs[n]) for n in (*STATE, "D")}
     inputs["trap"] = inputs["trap"] - 12
-    oracle = recurrence(**doubled(inputs))[0][:, 0]
-    assert ((run(**inputs)[0][:, 0] - oracle) / oracle).abs().median() < 1e-6
-    assert ((published_form(inputs)[:, 0] - oracle) / oracle).abs().median() > 1e-4
+    oracle = op.recurrence(**doubled(inputs))[0][:, 0]
+    assert ((op.run(**inputs)[0][:, 0] - oracle) / oracle).abs().median() < 1e-6
+    if op is siso:
+        assert ((published_form(inputs)[:, 0] - oracle) / oracle).abs().median() > 1e-4

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels.moe_combine import moe_combine
-from kernels.moe_dispatch import moe_dispatch, moe_dispatch_backward_eager, moe_dispatch_eager
+from kernels.moe_dispatch import moe_dispatch, moe_dispatch_backward_eager
 from kernels.moe_dispatch.naive import moe_dispatch_naive
 from suites.ops.moe_dispatch import E, make_inputs
-from suites.support.comparison import DTYPES, error_ratio, gradients, random_weights, ratio_row
-from suites.support.custom_ops import check_compiled, check_op, strided, turned
+from suites.support.comparison import DTYPES, gradients, random_weights
+from suites.support.custom_ops import check_compiled
 from suites.support.instruments import host_syncs
 from suites.support.lanes import Lane, lanes
 
@@ -62,13 +62,13 @@ def test_every_token_is_placed_bit_by_bit(lane: Lane, row):
         assert torch.equal(overflow, expected[2])
         assert (padded.dtype, slot.dtype, overflow.dtype) == (dtype, torch.int64, torch.int64)
     assert dropped[1] > dropped[4] > dropped[16] == 0
-    row(
+    row.count(
         f"kernels/moe_dispatch-{lane.name}/misplaced_rows",
         wrong,
         unit="rows",
-        witness=rows,
         expected=0,
         rule="C36",
+        seen=rows,
         evidence=[f"dropped, by bucket: {dropped}"],
     )
 
@@ -110,30 +110,6 @@ def test_wrong_placements_differ_from_the_loop(lane: Lane):
     assert not torch.equal(shared[0], padded)
 
 
-@lanes("cpu", "h200")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradient_error_is_at_most_that_of_the_plain_sum(lane: Lane, dtype: str, row):
-    x, expert = make_inputs(T=40, K=5, D=16, dtype=DTYPES[dtype], device=lane.device)
-    plain = gradient_by_loop(x, expert, 32)
-    found = gradient(moe_dispatch, x, expert, 32)
-    assert found.dtype == DTYPES[dtype]
-    # The oracle uses the weighting of the low precision: its fp64 sum has the same rounded terms.
-    leaf = x.double().requires_grad_()
-    padded, _, _ = moe_dispatch_eager(leaf, expert, E, 32)
-    (terms,) = random_weights([padded.to(x.dtype)])
-    (oracle,) = torch.autograd.grad(padded, leaf, terms.double())
-    ratio_row(
-        row,
-        f"kernels/moe_dispatch-{lane.name}-{dtype}/gradient_error_ratio",
-        {"grad x": error_ratio(found, plain, oracle)},
-        witness=oracle.numel(),
-        at_most=2.0,
-    )
-    # An fp32 sum and one cast: half a unit in the last place, plus 5 fp32 roundings of sums below 16.
-    unit = {"fp32": 0.0, "bf16": 2**-8}[dtype]
-    assert ((found.double() - oracle).abs() <= unit * oracle.abs() + 5 * 2**-24 * 16).all()
-
-
 @lanes("cpu")
 def test_backward_graph_has_an_fp32_sum(lane: Lane):
     """Read from the graph: a bf16 sum in torch is fp32 inside, so that the values cannot show it."""
@@ -156,15 +132,6 @@ def test_gradient_equals_autograd_of_the_reference_and_the_loop(lane: Lane, buck
 
 
 @lanes("cpu", "h200")
-def test_op_contract(lane: Lane):
-    FWD, BWD = torch.ops.bumpgate.moe_dispatch_fwd, torch.ops.bumpgate.moe_dispatch_bwd
-    x, expert = strided(make_inputs(T=6, device=lane.device))
-    padded, slot, _ = FWD(x, expert, E, 2)
-    check_op(FWD, (x, expert, E, 2), differentiable=True)
-    check_op(BWD, (turned(padded, 0, 2), expert, slot, 2))
-
-
-@lanes("cpu", "h200")
 @pytest.mark.parametrize("impl", ["op", "eager"])
 def test_one_graph_for_every_batch_and_every_routing(lane: Lane, impl: str, row, canaries):
     def train(dispatch, inputs):
@@ -180,15 +147,14 @@ def test_one_graph_for_every_batch_and_every_routing(lane: Lane, impl: str, row,
         calls=int(impl == "op"),
         dynamic=(0, 1),
     )
-    row(
+    row.count(
         f"kernels/moe_dispatch-{lane.name}-{impl}/unique_graphs",
         report.unique_graphs,
         unit="graphs",
-        witness=len(batches),
         expected=1,
         rule="C12",
+        seen=len(batches),
         evidence=[f"{g.ops} operators" for g in report.graphs],
-        instruments=["graphs"],
     )
 
 

@@ -7,65 +7,17 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.rms_norm_gated import rms_norm_gated, rms_norm_gated_eager
-from kernels.rms_norm_gated.naive import rms_norm_gated_naive
-from suites.ops.rms_norm_gated import CASES, make_inputs
-from suites.support.comparison import DTYPES, doubled, error, error_ratios, gradients, report_cases
-from suites.support.custom_ops import check_op, strided
+from kernels.rms_norm_gated import rms_norm_gated
+from suites.ops.rms_norm_gated import make_inputs
+from suites.support.comparison import error
 from suites.support.lanes import Lane, lanes
 
 quick = settings(derandomize=True, max_examples=15, deadline=None)
-
-
-@lanes("cpu", "h200")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_error_is_at_most_that_of_the_plain_formula(lane: Lane, dtype: str, row):
-    inputs = make_inputs(dtype=DTYPES[dtype], device=lane.device)
-    ratios = {
-        case: error_ratios(rms_norm_gated, rms_norm_gated_naive, rms_norm_gated_naive, inputs, **options)
-        for case, options in CASES.items()
-    }
-    report_cases(row, f"kernels/rms_norm_gated-{lane.name}-{dtype}", ratios, gradient_at_most=2.0)
-
-
-@lanes("cpu", "h200")
-@pytest.mark.parametrize("case", CASES)
-def test_fp32_error_is_rounding_only(lane: Lane, case: str):
-    """y is a product of single factors: relative to |y| a mean of S squares adds at most S/2 + 1 roundings (halved by
-    the root), silu, root and products no more than 16.
-    """
-    x, gate, weight = inputs = make_inputs(dtype=torch.float32, device=lane.device)
-    S = CASES[case]["group_size"] or 64
-    oracle = rms_norm_gated_naive(*doubled(inputs), **CASES[case])
-    bound = 2**-24 * (S / 2 + 17) * oracle.abs()
-    assert ((rms_norm_gated(*inputs, **CASES[case]) - oracle).abs() <= bound).all()
-    flipped = CASES[case] | {"norm_before_gate": not CASES[case]["norm_before_gate"]}
-    wrong = {
-        "norm and gate swapped": rms_norm_gated(*inputs, **flipped),
-        "other groups": rms_norm_gated(*inputs, **CASES[case] | {"group_size": 8}),
-        "gate negated": rms_norm_gated(x, -gate, weight, **CASES[case]),
-        "no weight": rms_norm_gated(x, gate, torch.ones_like(weight), **CASES[case]),
-        "eps a hundred times larger": rms_norm_gated(*inputs, eps=1e-3, **CASES[case]),
-    }
-    missed = [name for name, y in wrong.items() if ((y - oracle).abs() > bound).float().mean() < 0.5]
-    assert not missed
-
-
-@lanes("cpu", "h200")
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
-def test_op_contract(lane: Lane, shape: tuple[int, ...]):
-    FWD, BWD = torch.ops.bumpgate.rms_norm_gated_fwd, torch.ops.bumpgate.rms_norm_gated_bwd
-    x, gate, weight = strided(make_inputs(shape, D=6, dtype=torch.float32, device=lane.device))
-    (dy,) = strided([x * 2])
-    options = (1e-5, 3, False)
-    check_op(FWD, (x, gate, weight, *options), differentiable=True)
-    check_op(BWD, (x, gate, weight, dy, *options))
 
 
 @lanes("cpu", "h200")
@@ -114,13 +66,8 @@ def test_rows_are_independent(lane: Lane, seed: int, row: int):
 
 
 @lanes("cpu", "h200")
-def test_mixed_input_dtypes_are_preserved(lane: Lane):
-    """Under autocast the gate may be bf16 with fp32 inputs; in fp16 a mean square above 65504 stays finite."""
+def test_mean_square_above_fp16_stays_finite(lane: Lane):
     x, gate, weight = make_inputs(dtype=torch.float32, device=lane.device)
-    found = gradients(rms_norm_gated, x, gate.bfloat16(), weight)
-    assert [t.dtype for t in found] == [torch.float32, torch.float32, torch.bfloat16, torch.float32]
-    wide = rms_norm_gated_eager(x.double(), gate.bfloat16().double(), weight.double())
-    torch.testing.assert_close(found[0].double(), wide, rtol=1e-5, atol=0)
     large = rms_norm_gated(x.half() * 5000, gate.half(), weight.half())
     assert large.isfinite().all()
     assert error(large, rms_norm_gated(x * 5000, gate, weight))[0] < 1e-2

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kernels.attention import attention
 from kernels.attention.eager import attention_backward_eager, attention_forward_with_lse
-from kernels.attention.naive import attention_naive
+from kernels.attention.naive import attention_naive, seen_by
 from suites.ops import spec
-from suites.ops.spec import Named
+from suites.ops.spec import Named, largest_norm
 
 NAMES = "q k v doc_ids"
 
@@ -143,11 +143,46 @@ CASES = {
     "plain": {},
     "softcap": {"softcap": 2.0},
     "window": {"window": 5},
-    "all": {"softcap": 2.0, "window": 7, "scale": 0.4},
     "not causal": {"causal": False},
+    "not causal, window": {"causal": False, "window": 5},
+    "all": {"scale": 0.4, "softcap": 2.0, "window": 7},
+}
+# Shapes of kernels/attention/hopper.py: three blocks of 128, documents that end inside them. A softcap above 32, and
+# fp16, follow the largest logit through all blocks; a smaller one through the masked ones only.
+WHOLE_TILES = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "large softcap": {"softcap": 40.0},
+    "softcap, large logits": {"softcap": 30.0, "scale": 4.0},
+    "window": {"window": 150, "softcap": 2.0},
+    "not causal": {"causal": False},
+    "not causal, window": {"causal": False, "window": 150},
 }
 SMALL = {"B": 1, "T": 6, "Hq": 4, "Hkv": 2, "P": 3}
-WINDOW = {"scale": 0.4, "softcap": 2.0, "window": 7}
+
+
+def rounding_bound(i: Named, exact: Named) -> Named:
+    """Bound the rounding error of `out` in fp32.
+
+    A logit is off by (P + 4) u times its largest size, a weight exp(s - lse) by twice that plus the same of lse, and
+    the weighted mean of v adds T + 8 roundings: all of it relative to max |v|.
+    """
+    T, P = i["q"].shape[1], i["q"].shape[3]
+    logit = i.get("scale", P**-0.5) * largest_norm(i["q"]) * largest_norm(i["k"])
+    return {"0": (2 * (P + 4) * logit + T + 8) * 2**-24 * i["v"].double().abs().max()}
+
+
+def whole_tiles(P: int) -> spec.Comparison:
+    return spec.Comparison(
+        op=attention,
+        plain=attention_naive,
+        inputs=spec.naming(NAMES, make_inputs, T=384, P=P, Hq=6),
+        cases={name: spec.Case(options=options) for name, options in WHOLE_TILES.items()},
+        id=f"kernels/attention-P{P}-whole_tiles-{{torch}}",
+        only_on_gpu=True,
+    )
+
+
 SPEC = spec.OpSpec(
     name="attention",
     run=attention,
@@ -162,15 +197,39 @@ SPEC = spec.OpSpec(
     refusals=refusals,
     bad={"B": 2, "T": 4, "Hq": 4, "Hkv": 2, "P": 4, "dtype": torch.float32},
     loses_digits=True,
-    subjects={
-        "attention": spec.Subject(
-            spec.fp32(NAMES, make_inputs, B=4),
-            partial(attention, **WINDOW),
-            partial(attention_naive, **WINDOW),
-            {"dropped document reset": spec.dropped_reset},
-        )
+    from_output=("q", "k"),
+    comparisons={
+        "": spec.Comparison(
+            op=attention,
+            plain=attention_naive,
+            inputs=spec.naming(NAMES, make_inputs, B=4),
+            cases={name: spec.Case(options=options) for name, options in CASES.items()},
+            id="kernels/attention-{lane}-{dtype}",
+            faults=spec.DROPPED_RESET,
+            bound=rounding_bound,
+            wrong={
+                "softcap before scale": spec.Fault({"softcap": 2.0 / 0.4}),
+                "no softcap": spec.Fault({"softcap": 0.0}),
+                "window one too wide": spec.Fault({"window": 8}),
+                "documents ignored": spec.Fault({"doc_ids": spec.one_row}),
+                "heads interleaved": spec.Fault({"k": lambda k: k.flip(2), "v": lambda v: v.flip(2)}),
+                "not causal": spec.Fault({"causal": False}),
+            },
+        ),
+        "whole tiles, P 64": whole_tiles(64),
+        "whole tiles, P 128": whole_tiles(128),
     },
-    golden=spec.Golden(lambda: spec.by_name(NAMES, make_inputs(P=8)), ("out",), partial(attention, **WINDOW)),
+    documents=spec.Documents(
+        inputs=spec.naming(NAMES, make_inputs),
+        per_token=("q", "k", "v", "doc_ids"),
+        keys=("k", "v"),
+        sees=lambda i: seen_by(i["doc_ids"], i.get("window", 0), i.get("causal", True)),
+        cases=CASES,
+        rounding=1e-13,
+    ),
+    golden=spec.Golden(
+        lambda: spec.by_name(NAMES, make_inputs(P=8)), ("out",), partial(attention, **CASES["all"])
+    ),
     timed={
         "attention-P128-softcap30": spec.Timed(partial(workload, Hq=32, Hkv=8, P=128, softcap=30.0), 30),
         "attention-P128": spec.Timed(partial(workload, Hq=32, Hkv=8, P=128, softcap=0.0), 30),

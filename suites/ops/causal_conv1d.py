@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.attention.naive import seen_by
 from kernels.causal_conv1d import causal_conv1d
 from kernels.causal_conv1d.eager import causal_conv1d_backward_eager, causal_conv1d_eager
 from kernels.causal_conv1d.naive import causal_conv1d_naive
@@ -50,6 +51,17 @@ def refusals(x: Tensor, weight: Tensor, bias: Tensor, doc_ids: Tensor) -> list[t
         ({"doc_ids": doc_ids.long()}, "int32"),
         ({"activation": "relu"}, "choices are"),
     ]
+
+
+def rounding_bound(i: Named, exact: Named) -> Named:
+    """Bound the rounding error of y in fp32.
+
+    A sum of W products and a bias is off by at most (W + 1) u times the same sum of absolute values; silu scales an
+    error by at most 1.1 and adds a few of its own roundings (8 u).
+    """
+    sizes = {n: i[n].double().abs() for n in ("x", "weight", "bias")}
+    total = causal_conv1d_naive(**sizes, doc_ids=i["doc_ids"], activation="none")
+    return {"0": 2**-24 * (1.1 * (i["weight"].shape[1] + 1) * total + 8 * exact["0"].abs())}
 
 
 def workload(B: int) -> spec.Workload:
@@ -111,14 +123,37 @@ SPEC = spec.OpSpec(
     dynamic=(0, 3),
     refusals=refusals,
     bad={"dtype": torch.float32},
-    subjects={
-        "causal_conv1d": spec.Subject(
-            spec.fp32(NAMES, make_inputs, D=64),
-            causal_conv1d,
-            causal_conv1d_naive,
-            {"dropped document reset": spec.dropped_reset},
+    free=("weight", "bias"),
+    elementwise=True,
+    contract={"D 3": spec.Case({"D": 3, "lengths": (5, 2)})},
+    comparisons={
+        "": spec.Comparison(
+            op=causal_conv1d,
+            plain=causal_conv1d_naive,
+            inputs=spec.naming(NAMES, make_inputs, D=64),
+            cases={f"width {W}": spec.Case({"W": W}) for W in (2, 3, 4)},
+            id="kernels/causal_conv1d-{lane}-{dtype}",
+            rows={"forward_error_ratio": 2.0, "gradient_error_ratio": 2.0},
+            faults=spec.DROPPED_RESET,
+            bound=rounding_bound,
+            wrong={
+                "taps reversed": spec.Fault({"weight": lambda weight: weight.flip(1)}),
+                "documents ignored": spec.Fault({"doc_ids": spec.one_row}),
+                "no bias": spec.Fault({"bias": torch.zeros_like}),
+                "no activation": spec.Fault({"activation": "none"}),
+            },
+            share=0.2,
         )
     },
+    documents=spec.Documents(
+        inputs=lambda T, **sizes: spec.by_name(NAMES, make_inputs(lengths=(1,) * T, **sizes)),
+        per_token=("x", "doc_ids"),
+        keys=("x",),
+        sees=lambda i: seen_by(i["doc_ids"], i["weight"].shape[1]),
+        # The vectorized and the scalar form of silu round differently.
+        cases={"sums": {"activation": "none"}},
+        rounding=0.0,
+    ),
     golden=spec.Golden(lambda: spec.by_name(NAMES, make_inputs()), ("y",), causal_conv1d),
     timed={"causal_conv1d-D3584": spec.Timed(workload)},
     peer="causal-conv1d",

@@ -47,6 +47,12 @@ def refusals(logits: Tensor, target: Tensor) -> list[tuple[Named, str]]:
     ]
 
 
+def rounding_bound(i: Named, exact: Named) -> Named:
+    """A capped logit is off by 4 u c, which changes loss and gradient by at most that; exp, sum and log add 64 u."""
+    size = i["softcap"] or i["logits"].abs().max()
+    return dict.fromkeys(("0", "logits"), 2**-24 * (2 * 4 * size + 64 + i["logits"].shape[-1] ** 0.5))
+
+
 def workload(B: int, softcap: float) -> spec.Workload:
     """The peer is Inductor's compilation of the model's loss head."""
     V = 65536
@@ -157,12 +163,30 @@ SPEC = spec.OpSpec(
     compiled={"softcap": 15.0},
     refusals=refusals,
     bad={"dtype": torch.float32},
-    subjects={
-        "cross_entropy": spec.Subject(
-            spec.fp32(NAMES, make_inputs, B=8, T=64),
-            partial(cross_entropy, softcap=3.0),
-            partial(cross_entropy_naive, softcap=3.0),
-            {"no softcap": lambda subject, inputs, right: (cross_entropy(**inputs),)},
+    elementwise=True,
+    contract={f"softcap {softcap}": spec.Case({"V": 9}, {"softcap": softcap}) for softcap in (0.0, 15.0)},
+    comparisons={
+        # V 5000 is several tiles of the kernel and a partial one; logits of 8 make rows dominated by one entry.
+        "": spec.Comparison(
+            op=cross_entropy,
+            plain=cross_entropy_naive,
+            inputs=spec.naming(NAMES, make_inputs, B=8, T=64),
+            cases={
+                f"V {V}, scale {scale}, softcap {softcap}": spec.Case(
+                    {"V": V, "scale": scale, **({} if V == 37 else {"T": 16})}, {"softcap": softcap}
+                )
+                for V, scale in ((5000, 1.0), (5000, 8.0), (37, 2.0))
+                for softcap in (0.0, 15.0, 50.0, 3.0)
+            },
+            id="kernels/cross_entropy-{lane}-{dtype}",
+            faults={"no softcap": spec.changed(softcap=0.0)},
+            bound=rounding_bound,
+            wrong={
+                "no softcap": spec.Fault({"softcap": 0.0}),
+                "cap of another scale": spec.Fault({"softcap": 3.1}),
+                "next target": spec.Fault({"target": lambda t: t.where(t < 0, (t + 1) % 37)}),
+            },
+            share=0.02,
         )
     },
     golden=spec.Golden(

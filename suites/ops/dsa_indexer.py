@@ -26,7 +26,11 @@ from kernels.dsa_indexer.eager import (
     dsa_chosen_scores_eager,
     dsa_distribution_eager,
 )
-from kernels.dsa_indexer.naive import dsa_attention_naive, dsa_chosen_scores_naive
+from kernels.dsa_indexer.naive import (
+    dsa_attention_naive,
+    dsa_chosen_scores_naive,
+    dsa_distribution_naive,
+)
 from suites.ops import spec
 from suites.ops.spec import Named, Outputs
 
@@ -79,31 +83,27 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> list[tuple[Nam
     ]
 
 
-def subject_inputs(seed: int) -> Named:
-    """Make the choices in fp64: in fp32 a near tie may be decided differently, which is not an error of attention."""
-    q, k, weights, doc_ids = make_index_inputs(B=4, seed=seed)
-    across = dsa_indexer(q, k, weights, torch.zeros_like(doc_ids), top_k=7)
-    return spec.fp32(NAMES, make_inputs, B=4, K=7)(seed) | {"across_documents": across}
+def rounding_bound(i: Named, exact: Named) -> Named:
+    """Bound the rounding error of `out` in fp32: a logit is off by (P + 4) u of its largest size, a weight by twice
+    that, and the mean of v adds K + 8 roundings; all of it relative to max |v|.
+    """
+    P, K = i["q"].shape[3], i["indices"].shape[2]
+    logit = i.get("scale", P**-0.5) * spec.largest_norm(i["q"]) * spec.largest_norm(i["k"])
+    return {"0": (2 * (P + 4) * logit + K + 8) * 2**-24 * i["v"].double().abs().max()}
 
 
-def attend(function: Any) -> Any:
-    """Return dsa_attention, or its formula, for inputs that include a choice which ignores documents."""
-    return lambda across_documents, **inputs: function(**inputs, **SCALED)
-
-
-def chosen_across_documents(subject: spec.Subject, inputs: Named, right: Outputs) -> Outputs:
-    return subject.run(inputs | {"indices": inputs["across_documents"]})
-
-
-def lost_key(subject: spec.Subject, inputs: Named, right: Outputs) -> Outputs:
+def lost_key(indices: Tensor) -> Tensor:
     """A fault: skip the last of the chosen keys, for queries that have the maximum number."""
-    indices = inputs["indices"].clone()
-    indices[..., -1] = -1
-    return subject.run(inputs | {"indices": indices})
+    return indices.index_fill(2, torch.tensor([indices.shape[2] - 1], device=indices.device), -1)
 
 
-def choice_of_another(subject: spec.Subject, inputs: Named, right: Outputs) -> Outputs:
-    return subject.run(inputs | {"indices": inputs["indices"].roll(1, 1)})
+def leaked_key(indices: Tensor) -> Tensor:
+    """A fault: the last of the chosen keys is the first token, of whichever document."""
+    return indices.index_fill(2, torch.tensor([indices.shape[2] - 1], device=indices.device), 0)
+
+
+def of_query_before(indices: Tensor) -> Tensor:
+    return indices.roll(1, 1)
 
 
 def golden_inputs() -> Named:
@@ -111,7 +111,7 @@ def golden_inputs() -> Named:
     return index | dict(zip("qkv", make_inputs(T=20, P=8)))
 
 
-def golden(impl: str, q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, **index: Tensor) -> Outputs:
+def golden(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, impl: str = "op", **index: Tensor) -> Outputs:
     """Return the choice, the attention over it, and the indexer's loss."""
     of_index = index["index_q"], index["index_k"], index["index_weights"]
     indices = dsa_indexer(*of_index, doc_ids, top_k=5, impl=impl)
@@ -286,19 +286,55 @@ SPEC = spec.OpSpec(
     compiled={"softcap": 2.0},
     refusals=refusals,
     bad={"B": 2, "T": 4, "P": 4, "K": 3, "dtype": torch.float32},
-    under_autocast=False,
-    subjects={
-        "dsa_indexer": spec.Subject(
-            subject_inputs,
-            attend(dsa_attention),
-            attend(dsa_attention_naive),
-            {"dropped document reset": chosen_across_documents, "a chosen key lost": lost_key},
+    loses_digits=True,
+    free=("weights",),
+    from_output=("q", "k"),
+    comparisons={
+        # A query with one key has a gradient of 0, and the rounding noise of either side is random.
+        "": spec.Comparison(
+            op=dsa_attention,
+            plain=dsa_attention_naive,
+            inputs=spec.naming(NAMES, make_inputs, B=4),
+            seeds=4,
+            cases={
+                "wide heads": spec.Case({"P": 128, "T": 70, "K": 40}, {"softcap": 2.0}),
+                **{name: spec.Case(options=options) for name, options in CASES.items()},
+            },
+            id="kernels/dsa_indexer-{lane}-{dtype}",
+            faults={
+                "a key of another document": spec.changed(indices=leaked_key),
+                "a chosen key lost": spec.changed(indices=lost_key),
+            },
+            bound=rounding_bound,
+            wrong={
+                "softcap before scale": spec.Fault({"softcap": 2.0 / 0.4}),
+                "no softcap": spec.Fault({"softcap": 0.0}),
+                "none taken for key 0": spec.Fault({"indices": lambda chosen: chosen.clamp(min=0)}),
+                "a key too few": spec.Fault({"indices": lambda chosen: chosen[..., 1:].contiguous()}),
+                "choice of the query before": spec.Fault({"indices": of_query_before}),
+                "heads interleaved": spec.Fault({"k": lambda k: k.flip(2), "v": lambda v: v.flip(2)}),
+            },
         ),
-        "dsa_indexer's scores": spec.Subject(
-            spec.fp32(SCORES, make_score_inputs),
-            dsa_chosen_scores,
-            dsa_chosen_scores_naive,
-            {"a chosen key lost": lost_key, "choice of the query before": choice_of_another},
+        "scores": spec.Comparison(
+            op=dsa_chosen_scores,
+            plain=dsa_chosen_scores_naive,
+            inputs=spec.naming(SCORES, make_score_inputs),
+            seeds=8,
+            id="kernels/dsa_indexer-{lane}-{dtype}-scores",
+            faults={
+                "a chosen key lost": spec.changed(indices=lost_key),
+                "choice of the query before": spec.changed(indices=of_query_before),
+            },
+        ),
+        "target": spec.Comparison(
+            op=lambda v, **inputs: dsa_distribution(**inputs),
+            plain=lambda v, **inputs: dsa_distribution_naive(**inputs),
+            inputs=spec.naming(NAMES, make_inputs),
+            cases={"softcap and scale": spec.Case(options=SCALED)},
+            seeds=8,
+            id="kernels/dsa_indexer-{lane}-{dtype}-target",
+            rows={"forward_error_ratio": 2.0},
+            faults={"choice of the query before": spec.changed(indices=of_query_before)},
         ),
     },
     golden=spec.Golden(golden_inputs, ("indices", "out", "loss"), golden),

@@ -17,6 +17,7 @@ from kernels.grouped_gemm.eager import grouped_gemm_backward_eager, grouped_gemm
 from kernels.grouped_gemm.naive import grouped_gemm_naive
 from suites.ops import spec
 from suites.ops.spec import Named, Outputs
+from suites.support.comparison import random_weights, trained
 
 COUNTS = (5, 0, 17, 8)
 NAMES = "x weight counts"
@@ -45,11 +46,6 @@ def refusals(x: Tensor, weight: Tensor, counts: Tensor) -> list[tuple[Named, str
         ({"bucket": 8}, "bucket is for impl 'padded'"),
         ({"impl": "padded", "bucket": 0}, "at least 1"),
     ]
-
-
-def next_expert(subject: spec.Subject, inputs: Named, right: Outputs) -> Outputs:
-    """A fault: split the rows by the counts of other experts."""
-    return subject.run(inputs | {"counts": inputs["counts"].roll(1)})
 
 
 def workload(B: int, D_in: int, D_out: int) -> spec.Workload:
@@ -126,12 +122,24 @@ def interpreter() -> list[spec.KernelOp]:
     ]
 
 
+one_more = torch.tensor([0, 1, -1, 0, 0])
 # Chunks of 32, in wide tiles one way and in tall tiles the other; then two that no descriptor fits.
 KERNEL_DIMS = [(32, 128), (64, 32), (20, 35), (1, 3)]
 RAGGED = (5, 0, 40, 9)
 ROUTINGS = [RAGGED, (16, 32, 0), (0, 0, 35, 0), (0, 0, 0, 0)]  # the second one is whole tiles
 # The Triton kernels load full chunks of 64 by TMA, and other sizes by plain loads.
-DIMS = {"odd": (20, 25), "tall tiles": (64, 128), "wide tiles": (192, 256)}
+DIMS = {"tall tiles": (64, 128), "wide tiles": (192, 256), "odd": (20, 25)}
+
+
+def rounding_bound(i: Named, exact: Named) -> Named:
+    """A sum of n products in fp32 is off by at most n u times the same sum of absolute values."""
+    sizes = {n: i[n].double().abs() for n in ("x", "weight")} | {"counts": i["counts"]}
+    weights = [t.double().abs() for t in random_weights([exact["0"]])]
+    (total,), grads = trained(grouped_gemm_naive, sizes, weights)
+    terms = {"0": i["x"].shape[1], "x": i["weight"].shape[2], "weight": int(i["counts"].max())}
+    return {n: count * 2**-24 * ({"0": total} | grads)[n] for n, count in terms.items()}
+
+
 SPEC = spec.OpSpec(
     name="grouped_gemm",
     run=grouped_gemm,
@@ -145,12 +153,26 @@ SPEC = spec.OpSpec(
     dynamic=(0,),
     refusals=refusals,
     loses_digits=True,
-    subjects={
-        "grouped_gemm": spec.Subject(
-            spec.fp32(NAMES, make_inputs, counts=(5, 0, 170, 80), D_in=20, D_out=25),
-            grouped_gemm,
-            grouped_gemm_naive,
-            {"rows of another expert": next_expert},
+    contract={
+        name: spec.Case({"counts": (3, 0, 5), "D_in": DIMS[name][0], "D_out": DIMS[name][1]})
+        for name in ("odd", "tall tiles")
+    },
+    comparisons={
+        # Counts that fill no tile, one and more than two of the kernel's, and experts without rows at both ends.
+        "": spec.Comparison(
+            op=grouped_gemm,
+            plain=grouped_gemm_naive,
+            inputs=spec.naming(NAMES, make_inputs, counts=(0, 600, 3, 256, 0)),
+            cases={name: spec.Case({"D_in": D_in, "D_out": D_out}) for name, (D_in, D_out) in DIMS.items()},
+            id="kernels/grouped_gemm-{lane}-{dtype}",
+            faults={"rows of another expert": spec.changed(counts=lambda counts: counts.roll(1))},
+            bound=rounding_bound,
+            wrong={
+                "next expert's matrix": spec.Fault({"weight": lambda weight: weight.roll(1, 0)}, spares=(2,)),
+                "a row too many": spec.Fault({"counts": lambda counts: counts + one_more.to(counts)}),
+                "3 % of x": spec.Fault({"x": lambda x: x * 1.03}, spares=(1,)),
+                "3 % of the matrix": spec.Fault({"weight": lambda weight: weight * 1.03}, spares=(2,)),
+            },
         )
     },
     golden=spec.Golden(lambda: spec.by_name(NAMES, make_inputs()), ("y",), grouped_gemm),

@@ -26,35 +26,54 @@ PER_TOKEN = ("q", "k", "v", "adt", "dt", "trap", "angles", "z", "doc_ids")
 STATE = Mamba3State._fields
 NAMES = ("q", "k", "v", "adt", "dt", "trap", "q_bias", "k_bias", "angles", "D", "z", "doc_ids", *STATE)
 NARROW = ("q", "k", "v", "z")
+FREE = ("adt", "dt", "trap", "q_bias", "k_bias", "angles", "D", *STATE)
 run, recurrence = spec.flat(mamba3_siso, Mamba3State), spec.flat(mamba3_siso_recurrent, Mamba3State)
 
 
 def make_inputs(
-    B=2, T=50, H=4, P=8, N=8, G=2, R=3, dtype=torch.float64, device="cpu", seed=0, starts=(13, 14, 40)
+    B=2,
+    T=50,
+    H=4,
+    P=8,
+    N=8,
+    G=2,
+    R=3,
+    dtype=torch.float64,
+    device="cpu",
+    seed=0,
+    starts=(13, 14, 40),
+    ranks=(),
 ) -> Named:
-    """Return random inputs; a document begins at each of `starts` in row 0, three tokens later in each further row."""
+    """Return random inputs; a document begins at each of `starts` in row 0, three tokens later in each further row.
+
+    ranks: the axis of ranks of mamba3_mimo, whose projections follow the biases.
+    """
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=g, dtype=torch.float64)
+
     dt = F.softplus(draw(B, T, H))
     inputs = {
-        "q": draw(B, T, G, N),
-        "k": draw(B, T, G, N),
+        "q": draw(B, T, *ranks, G, N),
+        "k": draw(B, T, *ranks, G, N),
         "v": draw(B, T, H, P),
-        "adt": -dt * (0.05 + torch.rand(B, T, H, generator=g, dtype=torch.float64)),
+        "adt": -dt * (0.05 + uniform(B, T, H)),
         "dt": dt,
         "trap": draw(B, T, H),
-        "q_bias": draw(H, N),
-        "k_bias": draw(H, N),
+        "q_bias": draw(H, *ranks, N),
+        "k_bias": draw(H, *ranks, N),
+        **{name: draw(H, *ranks, P) for name in (("mimo_v", "mimo_z", "mimo_out") if ranks else ())},
         "angles": draw(B, T, H, R),
         "D": draw(H),
         "z": draw(B, T, H, P),
         "doc_ids": documents(B, T, starts),
-        "theta": 2 * math.pi * torch.rand(B, H, R, generator=g, dtype=torch.float64),
+        "theta": 2 * math.pi * uniform(B, H, R),
         "h": draw(B, H, P, N),
-        "k_prev": draw(B, H, N),
+        "k_prev": draw(B, H, *ranks, N),
         "v_prev": draw(B, H, P),
     }
     return spec.scan_dtypes(inputs, dtype, device, NARROW)
@@ -101,12 +120,7 @@ def rounding_bound(inputs: Named) -> Tensor:
     return (58 * T + N + 16) * 2**-24 * size
 
 
-def without_last_value(**inputs: Tensor) -> tuple[Tensor, ...]:
-    """A fault: the given state without its v_prev k_prev^T."""
-    return run(**inputs | {"v_prev": inputs["v_prev"] * 0})
-
-
-def without_diagonal(subject: spec.Subject, inputs: Named, right: Outputs) -> Outputs:
+def without_diagonal(comparison: spec.Comparison, inputs: Named, right: Outputs) -> Outputs:
     """A fault: the same weight for a token itself as for the tokens after it."""
     query, key = biased(inputs, "q"), biased(inputs, "k")
     _, shifted = trapezoid(inputs)
@@ -114,13 +128,13 @@ def without_diagonal(subject: spec.Subject, inputs: Named, right: Outputs) -> Ou
     return right[0] + itself * F.silu(inputs["z"]), *right[1:]
 
 
-def noconv(subject: spec.Subject, inputs: Named, right: Outputs) -> Outputs:
+def noconv(comparison: spec.Comparison, inputs: Named, right: Outputs) -> Outputs:
     """A fault: add the error of the Mamba-2 scan with a scaled key.
 
     It is taken with zero angles and without a state, which that scan does not support.
     """
     still = inputs | {n: torch.zeros_like(inputs[n]) for n in ("angles", *STATE)}
-    return right[0] + scaled_k_in_mamba2(still) - subject.run(still)[0], *right[1:]
+    return right[0] + scaled_k_in_mamba2(still) - comparison.run(still)[0], *right[1:]
 
 
 def overflow(inputs: Named) -> None:
@@ -141,8 +155,8 @@ def peer_output(*inputs: Tensor, impl: str) -> Tensor:
 def refusals(**i: Any) -> list[tuple[Named, str]]:
     return [
         ({"v": i["v"][0]}, "v must be"),
-        ({"q": i["q"][:, :, [0, 1, 0]]}, "H divisible by G"),
-        ({"angles": i["angles"].repeat(1, 1, 1, 2)}, "2R <= N"),
+        ({"q": i["q"][..., [0, 1, 0], :]}, "H divisible by G"),
+        ({"angles": i["angles"].repeat(1, 1, 1, 2)}, r"2\w <= N"),
         ({n: i[n][:, :0] for n in PER_TOKEN}, "T >= 1"),
         ({"k": i["k"][..., :-1]}, "k has shape"),
         ({"h": i["h"][:, :1]}, "state.h has shape"),
@@ -251,28 +265,38 @@ SPEC = spec.ScanSpec(
     per_token=PER_TOKEN,
     state=STATE,
     turns=("theta",),
-    fault=without_last_value,
+    # The given state without its v_prev k_prev^T.
+    fault=lambda **inputs: run(**inputs | {"v_prev": inputs["v_prev"] * 0}),
     overflow=overflow,
     refusals=refusals,
     bad={"T": 6},
     loses_digits=True,
     smallest={"B": 2, "T": 5, "H": 2, "P": 2, "N": 3, "G": 1, "R": 1, "starts": (3,)},
-    opcheck={"B": 2, "T": 9, "H": 4, "P": 3, "N": 5, "G": 2, "R": 2, "starts": (4,)},
+    contract={"N 5": spec.Case({"B": 2, "T": 9, "H": 4, "P": 3, "N": 5, "G": 2, "R": 2, "starts": (4,)})},
     odd={"P": 3, "N": 6},
     drawn={"G": st.sampled_from([1, 2, 4]), "R": st.integers(0, 2), "N": st.just(5)},
     packed=spec.packed(st.integers(1, 40), st.sampled_from([4, 16, 64])),
     reordered=lambda inputs, y: 2 * rounding_bound(inputs) if y.dtype == torch.float32 else None,
-    subjects={
-        "mamba3_siso": spec.mamba3_subject(
-            make_inputs,
-            run,
-            recurrence,
-            16,
-            PER_TOKEN,
-            STATE,
-            {"no diagonal term": without_diagonal, "noconv": noconv},
-        )
-    },
+    free=FREE,
+    comparisons=spec.scan_comparison(
+        "mamba3_siso",
+        make_inputs,
+        partial(run, chunk_size=16),
+        recurrence,
+        partial(run, chunk_size=64, impl="eager"),
+        PER_TOKEN,
+        STATE,
+        {"no diagonal term": without_diagonal, "noconv": noconv},
+        operands=partial(run, chunk_size=16, impl="eager"),
+        angles=(1,),
+        bound=lambda i, exact: {"0": rounding_bound(i)},
+        forms=[partial(run, chunk_size=chunk_size) for chunk_size in (1, 64)],
+        wrong={
+            "documents ignored": spec.Fault({"doc_ids": spec.one_row}),
+            "no angle carried": spec.Fault({"theta": torch.zeros_like}),
+        },
+        share=0.1,
+    ),
     golden=spec.Golden(
         lambda: make_inputs(T=20, H=2, P=4, N=6, G=1, R=2, starts=(5, 6, 13)),
         ("y", *STATE),

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.mla import mla
+from kernels.attention.naive import seen_by
+from kernels.mla import mla, mla_absorbed
 from kernels.mla.eager import mla_backward_eager, mla_forward_with_lse
 from kernels.mla.naive import mla_naive
 from suites.ops import spec
@@ -36,6 +37,22 @@ def make_inputs(
         draw(H, P, C) * C**-0.5, draw(H, Pv, C) * C**-0.5,
     )  # fmt: skip
     return *(t.to(device, dtype) for t in tensors), spec.packed_documents(B, T).to(device)
+
+
+def rounding_bound(i: Named, exact: Named) -> Named:
+    """Bound the rounding error of `out` in fp32.
+
+    A key is off by C u of its size and a logit by P + R + C + 4 of them, a weight exp(s - lse) by twice that, and the
+    weighted mean of v adds T + C + 8 roundings: all of it relative to the largest |v|.
+    """
+    widths = i["q_nope"].shape[3] + i["q_rope"].shape[3]
+    T, C = i["c_kv"].shape[1:]
+    c = spec.largest_norm(i["c_kv"])
+    nope = spec.largest_norm(i["q_nope"]) * c * spec.largest_norm(i["W_uk"].flatten(1))
+    rope = spec.largest_norm(i["q_rope"]) * spec.largest_norm(i["k_rope"])
+    logit = i.get("scale", widths**-0.5) * (nope + rope)
+    largest = c * spec.largest_norm(i["W_uv"])
+    return {"0": torch.tensor((2 * (widths + C + 4) * logit + T + C + 8) * 2**-24 * largest)}
 
 
 def refusals(**i: Any) -> list[tuple[Named, str]]:
@@ -141,11 +158,10 @@ GPU_SIZES = [(256, 64, "fp16"), (40, 128, "fp16"), (32, 32, "fp32")]  # T, P and
 CASES = {
     "plain": {},
     "softcap": {"softcap": 2.0},
-    "softcap and scale": {"softcap": 2.0, "scale": 0.4},
     "not causal": {"causal": False},
+    "softcap and scale": {"softcap": 2.0, "scale": 0.4},
 }
 SMALL = {"B": 1, "T": 5, "H": 2, "C": 3, "P": 2, "R": 2, "Pv": 3}
-SCALED = {"scale": 0.4, "softcap": 2.0}
 SPEC = spec.OpSpec(
     name="mla",
     run=mla,
@@ -160,16 +176,49 @@ SPEC = spec.OpSpec(
     refusals=refusals,
     bad={"B": 2, "T": 4, "H": 2, "C": 4, "P": 4, "R": 2, "Pv": 4, "dtype": torch.float32},
     loses_digits=True,
-    subjects={
-        "mla": spec.Subject(
-            spec.fp32(NAMES, make_inputs, B=4),
-            partial(mla, **SCALED),
-            partial(mla_naive, **SCALED),
-            {"dropped document reset": spec.dropped_reset},
+    from_output=("q_nope", "q_rope", "c_kv", "k_rope", "W_uk"),
+    comparisons={
+        # A row with one key has a gradient of 0, and the rounding noise of either side is random.
+        "": spec.Comparison(
+            op=mla,
+            plain=mla_naive,
+            inputs=spec.naming(NAMES, make_inputs, B=4),
+            seeds=4,
+            cases={
+                "wide heads": spec.Case({"P": 128, "R": 64, "Pv": 128}, {"softcap": 2.0}),
+                # A block of queries has full blocks of keys, in a document that begins inside a block.
+                "many blocks": spec.Case({"B": 1, "T": 1035, "H": 1}, {"softcap": 2.0}),
+                **{name: spec.Case(options=options) for name, options in CASES.items()},
+            },
+            id="kernels/mla-{lane}-{dtype}",
+            faults=spec.DROPPED_RESET,
+            bound=rounding_bound,
+            forms=[mla_absorbed],
+            wrong={
+                "softcap before scale": spec.Fault({"softcap": 2.0 / 0.4}),
+                "no softcap": spec.Fault({"softcap": 0.0}),
+                "not causal": spec.Fault({"causal": False}),
+                "scale of P alone": spec.Fault({"scale": 16**-0.5}),
+                "documents ignored": spec.Fault({"doc_ids": spec.one_row}),
+                "no positions": spec.Fault({"k_rope": torch.zeros_like}),
+                "keys of other heads": spec.Fault({"W_uk": lambda W: W.roll(1, 0)}),
+                "values of other heads": spec.Fault({"W_uv": lambda W: W.roll(1, 0)}),
+                "a transposed W_uk": spec.Fault({"W_uk": lambda W: W.mT}),
+            },
         )
     },
+    documents=spec.Documents(
+        inputs=spec.naming(NAMES, make_inputs, H=2),
+        per_token=("q_nope", "q_rope", "c_kv", "k_rope", "doc_ids"),
+        keys=("c_kv", "k_rope"),
+        sees=lambda i: seen_by(i["doc_ids"], causal=i.get("causal", True)),
+        cases=CASES,
+        rounding=1e-12,
+    ),
     golden=spec.Golden(
-        lambda: spec.by_name(NAMES, make_inputs(T=20, C=8, P=8, R=4, Pv=8)), ("out",), partial(mla, **SCALED)
+        lambda: spec.by_name(NAMES, make_inputs(T=20, C=8, P=8, R=4, Pv=8)),
+        ("out",),
+        partial(mla, **CASES["softcap and scale"]),
     ),
     timed={
         "mla-P64-softcap30": spec.Timed(partial(workload, softcap=30.0), 52),

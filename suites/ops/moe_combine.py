@@ -15,7 +15,7 @@ from kernels.moe_combine import moe_combine, moe_combine_backward_eager, moe_com
 from kernels.moe_combine.naive import moe_combine_naive
 from kernels.moe_dispatch import moe_dispatch
 from suites.ops import spec
-from suites.ops.spec import Named, Outputs
+from suites.ops.spec import Named
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, int]
 NAMES = "y expert slot weights bucket"
@@ -49,10 +49,6 @@ def refusals(
         ({"y": y.int(), "out_dtype": torch.float32}, "y must be floating point"),
         ({"out_dtype": torch.int32}, "out must be floating point"),
     ]
-
-
-def bf16_weights(subject: spec.Subject, inputs: Named, right: Outputs) -> Outputs:
-    return subject.run(inputs | {"weights": inputs["weights"].bfloat16().float()})
 
 
 def workload(B: int) -> spec.Workload:
@@ -113,12 +109,20 @@ SPEC = spec.OpSpec(
     gradcheck={f"bucket {C}": spec.Case({**SMALL, "C": C}) for C in (1, 4)},
     refusals=refusals,
     bad={"dtype": torch.bfloat16},
-    subjects={
-        "moe_combine": spec.Subject(
-            spec.fp32(NAMES, make_inputs, T=64, D=32, C=64),
-            moe_combine,
-            moe_combine_naive,
-            {"bf16 weights": bf16_weights},
+    stays_fp32=("weights",),
+    elementwise=True,
+    contract={
+        str(dtype): spec.Case({"T": 6, "C": 2}, {"out_dtype": dtype})
+        for dtype in (torch.float32, torch.bfloat16)
+    },
+    comparisons={
+        "": spec.Comparison(
+            op=moe_combine,
+            plain=moe_combine_naive,
+            inputs=spec.naming(NAMES, make_inputs, T=64, K=5, D=32, C=64),
+            id="kernels/moe_combine-{lane}-{dtype}",
+            rows={"error_ratio": 2.0},
+            faults={"bf16 weights": spec.changed(weights=lambda weights: weights.bfloat16().float())},
         )
     },
     golden=spec.Golden(

@@ -102,11 +102,15 @@ SPEC = spec.OpSpec(
     names=NAMES,
     gradcheck={f"bucket {C}": spec.Case(SMALL, {"bucket": C}) for C in (1, 4)},
     refusals=refusals,
-    subjects={
-        "moe_dispatch": spec.Subject(
-            spec.fp32(NAMES, make_inputs),
-            partial(moe_dispatch, **EXPERTS),
-            partial(moe_dispatch_naive, **EXPERTS),
+    elementwise=True,
+    comparisons={
+        "": spec.Comparison(
+            op=partial(moe_dispatch, num_experts=E),
+            plain=partial(moe_dispatch_naive, num_experts=E),
+            inputs=spec.naming(NAMES, make_inputs, T=40, K=5, D=16),
+            cases={"": spec.Case(options={"bucket": 32})},
+            id="kernels/moe_dispatch-{lane}-{dtype}",
+            rows={"gradient_error_ratio": 2.0},
         )
     },
     golden=spec.Golden(

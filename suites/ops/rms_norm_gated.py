@@ -96,11 +96,18 @@ def options(S: int | None, before: bool) -> dict[str, Any]:
     return {"group_size": S, "norm_before_gate": before}
 
 
+def rounding_bound(i: Named, exact: Named) -> Named:
+    """y is a product of single factors: relative to |y| a mean of S squares adds at most S/2 + 1 roundings (halved by
+    the root), silu, root and products no more than 16.
+    """
+    return {"0": 2**-24 * ((i["group_size"] or 64) / 2 + 17) * exact["0"].abs()}
+
+
 SIZES = [(1, 8, 8), (7, 40, 40), (33, 40, 8), (5, 20, 10), (9, 2, 1)]  # N D S
 CASES = {
     f"{'norm first' if before else 'gate first'}, groups of {S}": options(S, before)
-    for S in (None, 16, 4)
-    for before in (False, True)
+    for S in (None, 4, 16)
+    for before in (True, False)
 }
 SPEC = spec.OpSpec(
     name="rms_norm_gated",
@@ -119,11 +126,29 @@ SPEC = spec.OpSpec(
     compiled={"group_size": 16},
     refusals=refusals,
     bad={"dtype": torch.float32},
-    subjects={
-        "rms_norm_gated": spec.Subject(
-            spec.fp32(NAMES, make_inputs),
-            partial(rms_norm_gated, group_size=16),
-            partial(rms_norm_gated_naive, group_size=16),
+    free=("gate", "weight"),
+    elementwise=True,
+    contract={
+        f"shape {shape}": spec.Case({"shape": shape, "D": 6}, options(3, False))
+        for shape in ((), (3,), (2, 3))
+    },
+    comparisons={
+        "": spec.Comparison(
+            op=rms_norm_gated,
+            plain=rms_norm_gated_naive,
+            inputs=spec.naming(NAMES, make_inputs),
+            cases={name: spec.Case(options=chosen) for name, chosen in CASES.items()},
+            id="kernels/rms_norm_gated-{lane}-{dtype}",
+            rows={"forward_error_ratio": 2.0, "gradient_error_ratio": 2.0},
+            bound=rounding_bound,
+            wrong={
+                "norm and gate swapped": spec.Fault({"norm_before_gate": lambda before: not before}),
+                "other groups": spec.Fault({"group_size": 8}),
+                "gate negated": spec.Fault({"gate": torch.neg}),
+                "no weight": spec.Fault({"weight": torch.ones_like}),
+                "eps a hundred times larger": spec.Fault({"eps": 1e-3}),
+            },
+            share=0.5,
         )
     },
     golden=spec.Golden(

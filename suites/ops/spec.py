@@ -17,7 +17,16 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from suites.support.comparison import DTYPES, doubled, error_ratio, values_and_gradients
+from suites.support.comparison import (
+    AT_MOST,
+    DTYPES,
+    doubled,
+    error_ratio,
+    outputs_of,
+    pooled,
+    random_weights,
+    trained,
+)
 from suites.support.operands import OperandsIn
 from suites.support.reduce import largest
 from suites.support.scans import carried, cut
@@ -25,11 +34,6 @@ from suites.support.scans import carried, cut
 Named = dict[str, Any]
 Outputs = Sequence[Tensor]
 Scan = Callable[..., tuple[Tensor, ...]]
-
-
-def outputs_of(result: Any) -> tuple[Tensor, ...]:
-    """Return the outputs of an op as a tuple."""
-    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 @dataclass(frozen=True)
@@ -87,36 +91,144 @@ class Peer(NamedTuple):
 
 
 class Golden(NamedTuple):
-    """The golden arrays of an op: a function that draws its inputs by name, its output names, and its function."""
+    """The golden arrays of an op: a function that draws its inputs by name, its output names, and its function.
+
+    The function runs every custom op of the op, so that the laws of custom ops run it, too.
+    """
 
     inputs: Callable[[], Named]
     outputs: tuple[str, ...]
     function: Callable[..., Any]
 
 
-class Subject(NamedTuple):
-    """An op whose wrong results the ratio rule must reject.
+@dataclass(frozen=True)
+class Fault:
+    """Wrong arguments.
 
-    inputs: seed -> fp32 inputs by name.
-    op, plain: the op and its plain formula, of named inputs.
-    faults: name -> (subject, inputs, right outputs) -> wrong outputs, so that all faults share one oracle.
-    exact: the formula that in fp64 is the oracle, if it is not the plain one.
+    change: name -> the wrong value, or a function of the right one.
+    spares: indices of the outputs that stay right.
+    unseen: indices of the outputs that are not compared.
     """
 
-    inputs: Callable[[int], Named]
+    change: Mapping[str, Any]
+    spares: Sequence[int] = ()
+    unseen: Sequence[int] = ()
+
+    def planted(self, arguments: Named) -> Named:
+        """Return the arguments with the fault."""
+        return arguments | {n: v(arguments[n]) if callable(v) else v for n, v in self.change.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A function next to its plain formula, on the same inputs by name, with the formula in fp64 as the oracle.
+
+    inputs: the sizes of a case, dtype, device and seed -> inputs by name.
+    cases: the last one is also run with each fault.
+    seeds: how many draws of each case are pooled. The maximum of few errors is random.
+    id: the row's id without its metric, of {lane}, {dtype} ("bf16") and {torch} ("bfloat16").
+    rows: metric -> the largest ratio. Its first word selects the outputs or the gradients, any other word both.
+    exact: the formula that in fp64 is the oracle, if it is not the plain one.
+    operands: on a GPU the plain formula for 16-bit inputs, whose products then have 16-bit operands, too.
+    angles: indices of outputs that are equal up to full turns.
+    only_on_gpu: whether the cases are of a GPU's own paths for 16-bit inputs.
+    """
+
     op: Callable[..., Any]
     plain: Callable[..., Any]
-    faults: Mapping[str, Callable[[Subject, Named, Outputs], Outputs]] = {}
+    inputs: Callable[..., Named]
+    cases: Mapping[str, Case] = field(default_factory=lambda: {"": Case()})
+    seeds: int = 1
+    id: str = ""
+    rows: Mapping[str, float] = field(
+        default_factory=lambda: {f"{way}_error_ratio": factor for way, factor in AT_MOST.items()}
+    )
+    only_on_gpu: bool = False
     exact: Callable[..., Any] | None = None
+    operands: Callable[..., Any] | None = None
+    angles: Sequence[int] = ()
+    # Wrong results that the ratio rule must reject: (comparison, inputs, right outputs) -> wrong outputs.
+    faults: Mapping[str, Callable[[Comparison, Named, Outputs], Outputs]] = field(default_factory=dict)
+    # Bounds in fp32, and faults of the arguments that exceed them in `share` of the entries of each bounded output:
+    # (inputs, outputs and gradients of the oracle) -> bounds by the name of an output ("0", "1" ...) or an input.
+    bound: Callable[[Named, Named], Named] | None = None
+    wrong: Mapping[str, Fault] = field(default_factory=dict)
+    share: float = 0.0
+    # Other functions that meet the bound.
+    forms: Sequence[Callable[..., Any]] = ()
 
-    def run(self, inputs: Named) -> Outputs:
-        return outputs_of(self.op(**inputs))
+    def draw(self, case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Named:
+        """Return the arguments of a case."""
+        return self.inputs(**case.inputs, dtype=dtype, device=device, seed=seed) | dict(case.options)
 
-    def judge(self, inputs: Named) -> Callable[[Outputs], float]:
-        """Return a function of outputs that computes their worst error ratio for these inputs."""
-        plain = outputs_of(self.plain(**inputs))
-        oracle = outputs_of((self.exact or self.plain)(**doubled(inputs)))
-        return lambda found: largest(error_ratio(*three) for three in zip(found, plain, oracle, strict=True))
+    @property
+    def trains(self) -> bool:
+        """Whether the function has gradients."""
+        return not all(metric.startswith("forward") for metric in self.rows)
+
+    def example(self, seed: int) -> Named:
+        """Return the arguments of the last case in fp32."""
+        return self.draw([*self.cases.values()][-1], torch.float32, seed=seed)
+
+    def run(self, arguments: Named) -> Outputs:
+        return outputs_of(self.op(**arguments))
+
+    def compared(self, outputs: Outputs) -> list[Tensor]:
+        """Return the outputs, angles as points on the circle."""
+        return [on_circle(t) if i in self.angles else t for i, t in enumerate(outputs)]
+
+    def judge(self, arguments: Named) -> Callable[[Outputs], float]:
+        """Return a function of outputs that computes their worst error ratio for these arguments."""
+        functions = (self.plain, arguments), (self.exact or self.plain, doubled(arguments))
+        plain, oracle = (self.compared(outputs_of(function(**given))) for function, given in functions)
+        return lambda found: largest(
+            error_ratio(*three) for three in zip(self.compared(found), plain, oracle, strict=True)
+        )
+
+    def named(self, outputs: Outputs, grads: Named) -> Named:
+        """Return the floating-point outputs by index, and the gradients by input."""
+        return {str(i): t for i, t in enumerate(self.compared(outputs)) if not _is_integer(t)} | grads
+
+    def errors(self, case: Case, dtype: torch.dtype, device: str) -> tuple[Named, Named, Named]:
+        """Return the results of op, plain formula and oracle, pooled over the seeds."""
+        runs: list[tuple[Named, Named, Named]] = []
+        narrow = self.operands if device == "cuda" and dtype != torch.float32 else None
+        for seed in range(self.seeds):
+            arguments = self.draw(case, dtype, device, seed)
+            found = trained(self.op, arguments)
+            # Rounded like the op's own: the rounding of a weight is no error of either side.
+            weights = random_weights(t for t in found[0] if not _is_integer(t))
+            with OperandsIn(dtype) if narrow else nullcontext():
+                plain = trained(narrow or self.plain, arguments)
+            oracle = trained(self.exact or self.plain, doubled(arguments), weights)
+            runs.append(tuple(self.named(*side) for side in (found, plain, oracle)))
+            for name, t in runs[-1][0].items():
+                assert t.dtype == (arguments[name] if name in arguments else runs[-1][1][name]).dtype, name
+        return tuple(map(pooled, zip(*runs)))
+
+
+def _is_integer(t: Tensor) -> bool:
+    return not (t.is_floating_point() or t.is_complex())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """How an op that is no scan treats packed documents.
+
+    inputs: T tokens, seed, dtype and device -> inputs by name.
+    per_token: the inputs with an axis of tokens, doc_ids last.
+    keys: the inputs whose tokens others see.
+    sees: arguments -> which queries see which keys (B,T,T).
+    cases: options.
+    rounding: the largest difference of a packed document from the document alone.
+    """
+
+    inputs: Callable[..., Named]
+    per_token: tuple[str, ...]
+    keys: tuple[str, ...]
+    sees: Callable[[Named], Tensor]
+    cases: Mapping[str, Mapping[str, Any]]
+    rounding: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +260,19 @@ class OpSpec:
     # Inputs of the sizes `bad`, by name -> what is changed in them, and words of the error.
     refusals: Callable[..., Sequence[tuple[Named, str]]]
     bad: Mapping[str, Any] = field(default_factory=dict)
-    # Whether the op is tested under autocast, with these options, and whether it would lose digits there.
-    under_autocast: bool = True
+    # Whether the op would lose digits under autocast.
     loses_digits: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    subjects: Mapping[str, Subject]
+    # Inputs that no dtype but fp32 (or fp64) fits, inputs whose dtype is free, and inputs whose gradient in 16 bits
+    # also has the rounding of the output that the backward reads.
+    stays_fp32: tuple[str, ...] = ()
+    free: tuple[str, ...] = ()
+    from_output: tuple[str, ...] = ()
+    # Whether the kernel has no matrix product, so that it rounds only its results, on a GPU as well.
+    elementwise: bool = False
+    # More calls of the custom ops than the golden one.
+    contract: Mapping[str, Case] = field(default_factory=dict)
+    comparisons: Mapping[str, Comparison]
+    documents: Documents | None = None
     golden: Golden
     timed: Mapping[str, Timed] = field(default_factory=dict)
     # The peer of impl="upstream": its name, the packages that it is imported from, its comparisons with the op, and
@@ -179,9 +299,9 @@ def by_name(names: str, inputs: Any) -> Named:
     return dict(inputs) if isinstance(inputs, Mapping) else dict(zip(names.split(), inputs, strict=True))
 
 
-def fp32(names: str, make: Callable[..., Any], **sizes: Any) -> Callable[[int], Named]:
-    """Return a function of the seed that makes fp32 inputs by name."""
-    return lambda seed: by_name(names, make(dtype=torch.float32, seed=seed, **sizes))
+def naming(names: str, make: Callable[..., Any], **sizes: Any) -> Callable[..., Named]:
+    """Return the maker of inputs with these sizes, by name."""
+    return lambda **more: by_name(names, make(**{**sizes, **more}))
 
 
 def packed_documents(B: int, T: int) -> Tensor:
@@ -193,9 +313,22 @@ def packed_documents(B: int, T: int) -> Tensor:
     return doc_ids
 
 
-def dropped_reset(subject: Subject, inputs: Named, right: Outputs) -> Outputs:
+def one_row(ids: Tensor) -> Tensor:
     """A fault: treat the whole row as one document."""
-    return subject.run(inputs | {"doc_ids": torch.zeros_like(inputs["doc_ids"])})
+    return torch.zeros_like(ids)
+
+
+def changed(**change: Any) -> Callable[[Comparison, Named, Outputs], Outputs]:
+    """Return the fault of these wrong arguments: values, or functions of the right ones."""
+    return lambda comparison, arguments, right: comparison.run(Fault(change).planted(arguments))
+
+
+DROPPED_RESET = {"dropped document reset": changed(doc_ids=one_row)}
+
+
+def largest_norm(t: Tensor) -> float:
+    """Return the largest norm along the last axis."""
+    return float(t.double().norm(dim=-1).max())
 
 
 # Workloads, on CUDA. B batch, T tokens.
@@ -264,9 +397,8 @@ class ScanSpec(OpSpec):
     fault: Scan
     # Replaces inputs, in place, by values at which a naive form of the op overflows.
     overflow: Callable[[Named], None]
-    # Arguments of `inputs`: the smallest that gradcheck and opcheck need, and odd sizes for drawn lengths.
+    # Arguments of `inputs`: the smallest that gradcheck needs, and odd sizes for drawn lengths.
     smallest: Mapping[str, Any]
-    opcheck: Mapping[str, Any]
     odd: Mapping[str, Any]
     # Arguments of `inputs` that are drawn where the op is compared with its recurrence.
     drawn: Mapping[str, st.SearchStrategy[Any]] = field(default_factory=dict)
@@ -279,8 +411,6 @@ class ScanSpec(OpSpec):
     reordered: Callable[[Named, Tensor], Tensor | None] = lambda inputs, y: None
     longest: int = 60
     batch_tokens: int = 20
-    # Outputs of the forward op that the backward op takes before the gradients.
-    saved: int = 0
     rounding_32: float = 2e-5
 
     @property
@@ -297,7 +427,8 @@ class ScanSpec(OpSpec):
 
     def trained(self, scan: Scan, inputs: Named) -> Named:
         """Return the results of a scan, angles as points on the circle, and the gradients of a weighting of them."""
-        found = values_and_gradients(self.results, scan, inputs)
+        outputs, grads = trained(scan, inputs)
+        found = dict(zip(self.results, outputs)) | grads
         return found | {f"final {n}": on_circle(found[f"final {n}"]) for n in self.turns}
 
     def values(self, scan: Scan, inputs: Named) -> Named:
@@ -367,44 +498,42 @@ def bf16_state(scan: Scan, per_token: Sequence[str], state: Sequence[str]) -> Ca
     state: the names of the states, in the order of the outputs of `scan`.
     """
 
-    def fault(subject: Subject, inputs: Named, right: Outputs) -> Outputs:
+    def fault(comparison: Comparison, inputs: Named, right: Outputs) -> Outputs:
         half = inputs["doc_ids"].shape[1] // 2
         early = {n: t[:, :half] if n in per_token else t for n, t in inputs.items()}
         late = {n: t[:, half:] if n in per_token else t for n, t in inputs.items()}
         y0, *middle = scan(**early)
         narrow = (carried(s.bfloat16().float(), inputs["doc_ids"], half) for s in middle)
-        y1, *final = subject.op(**late | dict(zip(state, narrow, strict=True)))
+        y1, *final = comparison.op(**late | dict(zip(state, narrow, strict=True)))
         return torch.cat((y0, y1), 1), *final
 
     return fault
 
 
-def mamba3_subject(
+def scan_comparison(
+    op: str,
     make: Callable[..., Named],
-    run: Scan,
+    scan: Scan,
     recurrence: Scan,
-    chunk_size: int,
+    plain: Scan,
     per_token: Sequence[str],
     state: Sequence[str],
     faults: Mapping[str, Any],
-) -> Subject:
-    """Return a subject whose plain formula is the whole row at once.
-
-    The recurrence is not suitable: it adds its angles one by one, so that neighbours share their errors, and in fp32
-    its y is 1.8 times as close as that of any parallel sum.
-    """
-
-    def turned(scan: Scan) -> Scan:
-        def turn(**inputs: Tensor) -> tuple[Tensor, ...]:
-            y, theta, *rest = scan(**inputs)
-            return y, on_circle(theta), *rest
-
-        return turn
-
-    chunked, whole = partial(run, chunk_size=chunk_size), partial(run, chunk_size=64, impl="eager")
-    common = {"dropped document reset": dropped_reset, "bf16 state": bf16_state(chunked, per_token, state)}
-    inputs = fp32("", make, B=8)
-    return Subject(inputs, turned(chunked), turned(whole), {**common, **faults}, turned(recurrence))
+    **more: Any,
+) -> dict[str, Comparison]:
+    """Return the comparison of a scan: on 8 rows, with the faults that every scan can have."""
+    return {
+        "": Comparison(
+            op=scan,
+            plain=plain,
+            exact=recurrence,
+            inputs=naming("", make, B=8),
+            seeds=8,
+            id=f"kernels/{op}-{{lane}}-{{dtype}}",
+            faults=DROPPED_RESET | {"bf16 state": bf16_state(scan, per_token, state)} | dict(faults),
+            **more,
+        )
+    }
 
 
 # Triton's interpreter.
@@ -435,24 +564,6 @@ class KernelCase:
     def __str__(self) -> str:
         options = [f"{name}={value}" for name, value in {**self.options, **self.inputs}.items()]
         return " ".join([str(self.sizes), *options, *(["GPU blocks"] if self.gpu_blocks else [])])
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Wrong arguments of a launch.
-
-    change: name -> the wrong value, or a function of the right one.
-    spares: indices of the outputs that stay right.
-    unseen: indices of the outputs that are not compared.
-    """
-
-    change: Mapping[str, Any]
-    spares: Sequence[int] = ()
-    unseen: Sequence[int] = ()
-
-    def planted(self, arguments: Named) -> Named:
-        """Return the arguments with the fault."""
-        return arguments | {n: v(arguments[n]) if callable(v) else v for n, v in self.change.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

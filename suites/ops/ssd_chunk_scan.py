@@ -63,13 +63,17 @@ def rounding_bound(inputs: Named) -> Tensor:
     return (2 * T + N + 16) * 2**-24 * ssd_chunk_scan_recurrent(**sizes | {"A": sizes["A"] * 0})[0]
 
 
-def without_carry(**inputs: Tensor) -> tuple[Tensor, Tensor]:
+def in_chunks(**inputs: Tensor) -> tuple[Tensor, Tensor]:
     """A fault: each chunk of 16 from a zero state, so the quadratic part without the state between chunks."""
     zero = torch.zeros_like(inputs["initial_state"])
     starts = range(0, inputs["x"].shape[1], 16)
     chunks = [cut(inputs, slice(t, t + 16), PER_TOKEN) | {"initial_state": zero} for t in starts]
     parts = [ssd_chunk_scan_eager(**chunk) for chunk in chunks]
     return torch.cat([y for y, _ in parts], 1), parts[-1][1]
+
+
+def without_carry(comparison: spec.Comparison, inputs: Named, right: spec.Outputs) -> spec.Outputs:
+    return in_chunks(**inputs)
 
 
 def step(token: Named, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -155,32 +159,35 @@ SPEC = spec.ScanSpec(
     step=step,
     per_token=PER_TOKEN,
     state=("initial_state",),
-    fault=without_carry,
+    fault=in_chunks,
     overflow=overflow,
     refusals=refusals,
     bad={"T": 6},
     loses_digits=True,
     smallest={"B": 2, "T": 5, "H": 2, "P": 2, "N": 2, "G": 1, "starts": (3,)},
-    opcheck={"B": 2, "T": 9, "H": 4, "P": 3, "N": 5, "G": 2, "starts": (4,)},
+    contract={"N 5": spec.Case({"B": 2, "T": 9, "H": 4, "P": 3, "N": 5, "G": 2, "starts": (4,)})},
     odd={"P": 3, "N": 5},
     drawn={"G": st.sampled_from([1, 2, 4])},
     packed=spec.packed(st.integers(1, 40), st.sampled_from([4, 16, 64])),
     reordered=lambda inputs, y: 2 * rounding_bound(inputs) if y.dtype == torch.float32 else None,
     rounding=1e-13,
     rounding_32=1e-5,
-    subjects={
-        "ssd_chunk_scan": spec.Subject(
-            spec.fp32("", make_inputs, B=8),
-            partial(ssd_chunk_scan, chunk_size=16),
-            ssd_chunk_scan_recurrent,
-            {
-                "dropped document reset": spec.dropped_reset,
-                "bf16 state": spec.bf16_state(
-                    partial(ssd_chunk_scan, chunk_size=16), PER_TOKEN, ("initial_state",)
-                ),
-            },
-        )
-    },
+    free=("dt", "A", "D", "initial_state"),
+    comparisons=spec.scan_comparison(
+        "ssd_chunk_scan",
+        make_inputs,
+        partial(ssd_chunk_scan, chunk_size=16),
+        ssd_chunk_scan_recurrent,
+        ssd_chunk_scan_recurrent,
+        PER_TOKEN,
+        ("initial_state",),
+        {"no state between chunks": without_carry},
+        operands=partial(ssd_chunk_scan, chunk_size=16, impl="eager"),
+        bound=lambda i, exact: {"0": rounding_bound(i)},
+        forms=[partial(ssd_chunk_scan, chunk_size=chunk_size) for chunk_size in (1, 64)],
+        wrong={"documents ignored": spec.Fault({"doc_ids": spec.one_row})},
+        share=0.2,
+    ),
     golden=spec.Golden(
         lambda: make_inputs(T=20, H=2, P=4, N=6, G=1, starts=(5, 6, 13)),
         ("y", "final"),

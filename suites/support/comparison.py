@@ -10,8 +10,8 @@ twice these factors to the maximum error, which comes from a single entry: with 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,35 +74,42 @@ def random_weights(outputs: Iterable[Tensor]) -> list[Tensor]:
     return [torch.randn(t.shape, generator=g, dtype=torch.float64).to(t) for t in outputs]
 
 
-def _gradients(outputs: Iterable[Tensor], leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return gradients of the weighted sum of differentiable outputs; zeros for an input that is not used."""
-    outputs = [t for t in outputs if t.requires_grad]
-    weights = random_weights(outputs)
-    return torch.autograd.grad(outputs, leaves, weights, allow_unused=True, materialize_grads=True)
-
-
 def _leaf(t: Any) -> Any:
     """Copy a tensor, so that neither gradients nor compiler marks reach the caller's."""
     return t.detach().clone().requires_grad_(_is_float(t)) if isinstance(t, Tensor) else t
 
 
+def outputs_of(result: Any) -> tuple[Tensor, ...]:
+    """Return the outputs of an op as a tuple."""
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def trained(
+    function: Callable[..., Any], inputs: Mapping[str, Any], weights: Sequence[Tensor] | None = None
+) -> tuple[list[Tensor], Named]:
+    """Return the outputs, and the gradient of each floating-point input by name.
+
+    weights: of the differentiable outputs; by default those of `random_weights`. An unused input has zeros.
+    """
+    leaves = {n: _leaf(t) for n, t in inputs.items()}
+    outputs = outputs_of(function(**leaves))
+    used = [t for t in outputs if t.requires_grad]
+    weights = (
+        random_weights(used) if weights is None else [w.to(t) for w, t in zip(weights, used, strict=True)]
+    )
+    floats = {n: t for n, t in leaves.items() if _is_float(t)}
+    found = torch.autograd.grad(used, [*floats.values()], weights, allow_unused=True, materialize_grads=True)
+    return [t.detach() for t in outputs], dict(zip(floats, found))
+
+
 def gradients(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[Tensor]:
     """Return the outputs, then the gradient of each floating-point input, for a fixed random weighting."""
-    leaves = [_leaf(t) for t in inputs]
-    outputs = function(*leaves, **options)
-    outputs = [outputs] if isinstance(outputs, Tensor) else outputs
-    return [*(t.detach() for t in outputs), *_gradients(outputs, [t for t in leaves if _is_float(t)])]
 
+    def positional(**leaves: Any) -> Any:
+        return function(*leaves.values(), **options)
 
-def values_and_gradients(
-    outputs: Sequence[str], function: Callable[..., tuple[Tensor, ...]], inputs: Named
-) -> Named:
-    """Like `gradients`, by name, for a function of keyword tensors whose outputs have the names `outputs`."""
-    leaves = {n: _leaf(t) for n, t in inputs.items()}
-    found = function(**leaves)
-    floats = {n: t for n, t in leaves.items() if _is_float(t)}
-    by_input = dict(zip(floats, _gradients(found, [*floats.values()])))
-    return {n: t.detach() for n, t in zip(outputs, found)} | by_input
+    outputs, found = trained(positional, {str(i): t for i, t in enumerate(inputs)})
+    return [*outputs, *found.values()]
 
 
 def pooled(runs: Iterable[Named]) -> Named:
@@ -111,61 +118,8 @@ def pooled(runs: Iterable[Named]) -> Named:
     return {n: torch.cat([run[n].flatten() for run in runs]) for n in runs[0]}
 
 
-class Ratios(NamedTuple):
-    """The error ratio of an output, the worst of its gradients, and the number of values compared."""
-
-    forward: float
-    gradient: float
-    elements: int
-
-
-def error_ratios(
-    function: Callable[..., Tensor],
-    plain: Callable[..., Tensor],
-    oracle: Callable[..., Tensor],
-    inputs: Sequence[Any],
-    **options: Any,
-) -> Ratios:
-    """Compare `function` and `plain` on the inputs with `oracle` on the inputs in fp64.
-
-    Raises AssertionError if a gradient has another dtype than its input, or the output another than the first input.
-    """
-    exact = gradients(oracle, *doubled(inputs), **options)
-    rounded = gradients(plain, *inputs, **options)
-    found = gradients(function, *inputs, **options)
-    floats = [t for t in inputs if _is_float(t)]
-    assert [t.dtype for t in found] == [t.dtype for t in (inputs[0], *floats)]
-    forward, *backward = (error_ratio(*three) for three in zip(found, rounded, exact))
-    return Ratios(forward, largest(backward), sum(t.numel() for t in exact))
-
-
-def report_cases(
-    row: Callable[..., Any],
-    id: str,
-    ratios: Mapping[str, Ratios],
-    gradient_at_most: float = AT_MOST["gradient"],
-) -> None:
-    """Report rows <id>/forward_error_ratio and <id>/gradient_error_ratio: the worst case, with all as evidence."""
-    compared = sum(ratio.elements for ratio in ratios.values())
-    forward = {case: ratio.forward for case, ratio in ratios.items()}
-    gradient = {case: ratio.gradient for case, ratio in ratios.items()}
-    ratio_row(row, f"{id}/forward_error_ratio", forward, compared, AT_MOST["forward"])
-    ratio_row(row, f"{id}/gradient_error_ratio", gradient, compared, gradient_at_most)
-
-
-def report_pooled(
-    row: Callable[..., Any], id: str, found: Named, plain: Named, oracle: Named, inputs: Container[str]
-) -> None:
-    """Report the same rows for pooled results: names in `inputs` are gradients, the others are outputs."""
-    for direction, at_most in AT_MOST.items():
-        names = [n for n in oracle if (n in inputs) == (direction == "gradient")]
-        ratios = {n: error_ratio(found[n], plain[n], oracle[n]) for n in names}
-        compared = sum(oracle[n].numel() for n in names)
-        ratio_row(row, f"{id}/{direction}_error_ratio", ratios, compared, at_most)
-
-
 def ratio_row(
-    row: Callable[..., Any],
+    row: Any,
     id: str,
     ratios: Mapping[str, float],
     witness: int,
@@ -173,12 +127,7 @@ def ratio_row(
     evidence: Iterable[str] = (),
 ) -> None:
     """Report the largest of the named error ratios under the ratio rule, with all of them as evidence."""
-    row(
-        id,
-        largest(ratios.values()),
-        unit="ratio",
-        witness=witness,
-        at_most=at_most,
-        rule="C36",
-        evidence=[*(f"{name}: {ratio:.3f}" for name, ratio in ratios.items()), *evidence],
+    lines = [*(f"{name}: {ratio:.3f}" for name, ratio in ratios.items()), *evidence]
+    row.bound(
+        id, largest(ratios.values()), "ratio", at_most=at_most, seen=witness, rule="C36", evidence=lines
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bumpgate.plugin.instruments import DynamoReport, DynamoWatch, require_dynamic_batch, reset_dynamo
 from suites.support import canaries
-from suites.support.instruments import op_calls
+from suites.support.instruments import EveryOperator, op_calls
 
 
 def strided(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -26,19 +26,33 @@ def turned(t: Tensor, a: int, b: int) -> Tensor:
     return t.transpose(a, b).contiguous().transpose(a, b)
 
 
-def check_op(op: Callable[..., Any], arguments: Sequence[Any], differentiable: bool = False) -> None:
-    """Run torch.library.opcheck, and compare the fake's shapes, dtypes and strides with the real, contiguous results.
+class EveryCall(EveryOperator):
+    """Records the calls of our ops. Compares each with its fake: shapes, dtypes and strides of contiguous results."""
 
-    A differentiable op is checked with and without gradients of its floating-point arguments.
-    """
-    real = _tensors(op(*arguments))
-    fake = _tensors(op(*(t.to("meta") if isinstance(t, Tensor) else t for t in arguments)))
-    assert [(t.shape, t.stride(), t.dtype) for t in fake] == [(t.shape, t.stride(), t.dtype) for t in real]
-    assert all(t.is_contiguous() for t in real)
-    torch.library.opcheck(op, tuple(arguments))
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func.namespace == "bumpgate":
+            fake = func(*(t.to("meta") if isinstance(t, Tensor) else t for t in args))
+            for i, both in enumerate(zip(_tensors(found), _tensors(fake), strict=True)):
+                real, made = ((t.shape, t.stride(), t.dtype) for t in both)
+                assert real == made, f"{func}: output {i} is {real}, its fake's is {made}"
+                assert both[0].is_contiguous(), f"{func}: output {i} has strides {both[0].stride()}"
+            self.calls.append((func, args))
+        return found
+
+
+def check_op(op: Callable[..., Any], arguments: Sequence[Any], differentiable: bool) -> None:
+    """Run torch.library.opcheck; a differentiable op also with gradients of the floating-point arguments."""
+    plain = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
+    with EveryCall():
+        op(*plain)
+    torch.library.opcheck(op, tuple(plain))
     if differentiable:
-        leaves = (t.detach() if isinstance(t, Tensor) else t for t in arguments)
-        torch.library.opcheck(op, tuple(_with_gradient(t) for t in leaves))
+        torch.library.opcheck(op, tuple(_with_gradient(t) for t in plain))
 
 
 def _with_gradient(t: Any) -> Any:

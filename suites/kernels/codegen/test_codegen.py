@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 
 from bumpgate.core import kernel_code
-from bumpgate.core.baseline import violation
-from bumpgate.core.rows import Row
 from suites.kernels.codegen.cases import by_label, compile_case, launch_functions
 from suites.kernels.peer_tuning import op_of
 from suites.ops import timed_cases
@@ -66,7 +64,7 @@ def report_code(row, case: str, compiled: Compiled) -> None:
     """Report the row of a kernel; the witness is the number of parsed instructions."""
     binary = compiled.binary
     classes = binary.classes()
-    row(
+    row.code(
         f"{case}/code",
         kernel_code.text(
             registers=binary.registers,
@@ -75,10 +73,8 @@ def report_code(row, case: str, compiled: Compiled) -> None:
             wgmma=classes.get("wgmma", 0),
             programs_per_sm=compiled.programs_per_sm,
         ),
-        unit="counts",
-        witness=binary.instructions.total(),
+        seen=binary.instructions.total(),
         rule="C36",
-        better="code",
         evidence=(compiled.configuration(), " ".join(f"{c}={n}" for c, n in classes.items())),
     )
 
@@ -95,10 +91,7 @@ def report_limits(row, case: str, kernels: list[tuple[str, Compiled]], may_spill
         for name, c in kernels
         if not c.fits
     ]
-    row(
-        f"{case}/kernels_beyond_limits", len(beyond), unit="kernels", witness=len(kernels), rule="C36", expected=0,
-        evidence=beyond,
-    )  # fmt: skip
+    row.count(f"{case}/kernels_beyond_limits", beyond, unit="kernels", expected=0, rule="C36", seen=kernels)
 
 
 @lanes("cpu")
@@ -196,13 +189,10 @@ def test_excess_shared_memory_is_reported(lane: Lane) -> None:
 
 def limits_row(compiled: Compiled, may_spill: bool = False) -> tuple[bool, str]:
     """Return whether the limits row is red for a case of this one kernel, and the row's evidence."""
-    made: list[Row] = []
-
-    def row(id: str, value: int, **fields: Any) -> None:
-        made.append(Row(id, value, better="derived", **fields | {"evidence": tuple(fields["evidence"])}))
-
+    made: list[list[str]] = []
+    row = SimpleNamespace(count=lambda id, beyond, **about: made.append(beyond))
     report_limits(row, "kernels/control", [("op.kernel", compiled)], {"op.kernel"} if may_spill else set())
-    return violation(made[0]) is not None, " ".join(made[0].evidence)
+    return bool(made[0]), " ".join(made[0])
 
 
 @lanes("cpu")
@@ -221,7 +211,8 @@ def test_spilling_code_is_judged_worse(lane: Lane) -> None:
     """One program with registers for all its numbers, and with fewer: the second's row is worse."""
     values: list[str] = []
     for registers in (255, 64):
-        report_code(lambda _, value, **__: values.append(value), "case", held(128 * 128, registers))
+        row = SimpleNamespace(code=lambda id, counts, **about: values.append(counts))
+        report_code(row, "case", held(128 * 128, registers))
     roomy, spilling = map(kernel_code.parse, values)
     assert list(kernel_code.worse(roomy, spilling)) == ["spills"]
     assert roomy["programs_per_sm"] < spilling["programs_per_sm"] == 65536 // (64 * 128)

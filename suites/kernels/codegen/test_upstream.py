@@ -92,12 +92,10 @@ def test_upstream_configurations_fit_and_spill(
     for kernel, tried in kernels.items():
         fitting = [c for c in tried if c.fits]
         spilling = [c for c in fitting if c.binary.spilled_bytes]
-        row(
+        row.code(
             f"kernels/mamba_ssm.{kernel.lstrip('_')}-{shape}-bf16/code",
             kernel_code.text(fitting_configurations=len(fitting), spilling_configurations=len(spilling)),
-            unit="counts",
-            witness=len(tried),
+            seen=tried,
             rule="C36",
-            better="code",
             evidence=[f"{c.binary.spilled_bytes} bytes: {c.configuration()}" for c in spilling],
         )
