@@ -128,6 +128,8 @@ def test_child_does_not_delete_its_parents_cache() -> None:
     assert done.stdout.strip() == "None"
     assert Path(made["A_DIR"]).is_dir()
     assert caches.own_private(None) is None
+    longer = root.with_name(root.name.replace(f"-{os.getpid()}-", f"-{os.getpid()}1-"))
+    assert caches.own_private(str(longer)) is None, "of another process, whose number begins with ours"
     shutil.rmtree(root)
 
 

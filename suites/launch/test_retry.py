@@ -376,6 +376,21 @@ def test_stop_signals_leave_no_process(tmp_path: Path, signals: list[str]) -> No
     assert (code, ended) == (-numbers[0] if killed else 128 + numbers[0], True)
 
 
+@planted("C25", "a stopped run whose last lines have a listed error")
+def test_stopped_launch_is_not_launched_again(launches: Launches, monkeypatch) -> None:
+    stops: list[int] = []
+    monkeypatch.setattr(retries, "run", partial(failing, stops))
+    command = ["-c", "pass"]
+    code = retries.supervise(0, command, {}, seconds=9, log=launches.log, stops=stops)
+    assert (code, len(stops)) == (128 + signal.SIGTERM, 1), "launched again although it was stopped"
+
+
+def failing(stops: list[int], *_: object, **__: object) -> None:
+    """End like a run that a stop signal reached while its memory ran out."""
+    stops.append(signal.SIGTERM)
+    raise ChildError("run", 1, "exit 1", OOM.splitlines())
+
+
 def test_ignored_stop_signal_stays_ignored(tmp_path: Path) -> None:
     """As under nohup."""
     program = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.5); print('done')"

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -317,6 +318,26 @@ def test_ranks_must_share_each_option_and_the_data(lane: Lane) -> None:
     for name in ("sha256", "tokenizer"):
         assert facts(options, {**data, name: "another"}) == {**found, name: "another"}
     assert (found["torch"], found["python"]) == (torch.__version__, platform.python_version())
+
+
+@lanes("cpu")
+@pytest.mark.parametrize(("rank", "local", "seeds"), [(0, 0, 1), (1, 1, 0), (2, 0, 1), (3, 1, 0)])
+def test_one_process_of_each_host_seeds_the_caches(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch, rank: int, local: int, seeds: int
+) -> None:
+    """Two hosts of two ranks: without a seed, the second host would compile everything."""
+
+    def stop(*_: object) -> None:
+        raise ContractError("the ranks agree here")
+
+    ranks = SimpleNamespace(rank=rank, local=local, world=4, agree=stop)
+    seeded: list[object] = []
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    monkeypatch.setattr(train, "Ranks", lambda *_: ranks)
+    monkeypatch.setattr(train.environment, "check", lambda _: None)
+    monkeypatch.setattr(train.environment, "seed_caches", seeded.append)
+    assert main(["--smoke", "--steps", "1", "--batch", "2", "--tokens", "32"]) == 3
+    assert len(seeded) == seeds, f"rank {rank}, {local} on its host"
 
 
 @lanes("cpu")

@@ -132,6 +132,7 @@ def test_probe_decides_by_rows_red_only_at_bad_end(reading: Readings) -> None:
         "its instrument broke": reading(row("model", Verdict.INSTRUMENT)),
         "cut short": reading(row("model", GREEN), complete=False, problems=["the run was cut short: 1 of 2"]),
         "cut short and red": reading(row("model", RED), complete=False),
+        "cut short before the row": reading(row("model", Verdict.MISSING, gone=True), complete=False),
         "not collected": reading(complete=False, problems=["t.py: could not be collected: AttributeError"]),
         "does not import": reading(cause="BROKEN", failure="import torch: killed by SIGSEGV"),
     }
@@ -150,6 +151,7 @@ def test_probe_decides_by_rows_red_only_at_bad_end(reading: Readings) -> None:
         "its instrument broke": "SKIP",
         "cut short": "UNKNOWN",
         "cut short and red": "BAD",
+        "cut short before the row": "UNKNOWN",
         "not collected": "SKIP",
         "does not import": "SKIP",
     }

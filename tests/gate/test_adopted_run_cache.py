@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from bumpgate.process.gpu_shares import divide
 from bumpgate.process.runner import LaneCall, LaneRun
 from bumpgate.process.tree_digest import Binding
 from suites.support.planted import planted
-from tests.support.gating import Machine, PreparedGate, count, gone
+from tests.support.gating import TODAY, Machine, PreparedGate, count, gone
 
 TREE = Binding("1.0", "c0ffee", {"suites/a.py": "1234"})
 
@@ -28,12 +29,15 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_gate(
-    machine: Machine, out: Path, tree: Binding | None = None, *, fresh: bool = False, command: str = ""
+    machine: Machine, out: Path, tree: Binding | None = None, *, fresh: bool = False, **options: Any
 ) -> PreparedGate:
-    """Return a gate of two environments that bumpgate built: each has a lock and a filled compile cache."""
+    """Return a gate of two environments that bumpgate built: each has a lock and a filled compile cache.
+
+    options: of its configuration.
+    """
     made = machine.prepare(out, fresh=fresh)
     (machine.root / "suites/a.py").write_text('SIZE = os.environ.get("MODEL_SIZE")\n')
-    config = replace(made.gate.config, command=command)
+    config = replace(made.gate.config, **options)
     made.gate = replace(made.gate, binding=tree or TREE, config=config)
     for name, spec in made.environments.items():
         cache = machine.root.parent / f"cache-{name}"
@@ -81,6 +85,11 @@ def another_package(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.sides["adopted"].packages = {"numpy": "2.5.0"}
 
 
+def another_build_of_one_version(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = {"torch": "another commit"}
+    monkeypatch.setattr(measure, "installed", lambda *a: replace(machine.installed(*a), git_version=commit))
+
+
 def another_host(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "host_class", lambda: "EPYC, 16 cores")
 
@@ -88,6 +97,16 @@ def another_host(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 def another_day(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     find, later = adopted_run_cache.find, datetime.now(timezone.utc) + timedelta(hours=25)
     monkeypatch.setattr(adopted_run_cache, "find", lambda name: find(name, later))
+
+
+def an_earlier_clock(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    find, earlier = adopted_run_cache.find, datetime.now(timezone.utc) - timedelta(hours=2)
+    monkeypatch.setattr(adopted_run_cache, "find", lambda name: find(name, earlier))
+
+
+def fewer_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare, shares = machine.prepare, divide(["0", "1"], 1, range(8))
+    monkeypatch.setattr(machine, "prepare", lambda out, **more: prepare(out, shares=shares, **more))
 
 
 def another_variable(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +142,11 @@ def damaged_file(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 CHANGES = (
     another_package,
+    another_build_of_one_version,
     another_host,
     another_day,
+    an_earlier_clock,
+    fewer_gpus,
     another_variable,
     another_variable_of_a_source,
     another_bumpgate,
@@ -155,11 +177,37 @@ def test_kept_run_is_refused_for_another_tree_and_by_fresh(machine: Machine, tmp
     assert measured_again(machine)
 
 
-def test_kept_run_is_refused_for_another_command(machine: Machine, tmp_path: Path) -> None:
-    """The generated test of a command lies in build/, which is no part of the tree."""
-    for out, command in (("first", "python bench.py"), ("second", "python bench.py --size 2")):
-        run_gate(machine, tmp_path / out, command=command)
-        assert measured_again(machine)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {
+            "command": "python bench.py --size 2"
+        },  # its generated test lies in build/, which is no part of the tree
+        {"selection": ("-k", "count")},
+        {"without": ("fast",)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_kept_run_is_refused_for_other_options(
+    machine: Machine, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    run_gate(machine, tmp_path / "first")
+    run_gate(machine, tmp_path / "second", **options)
+    assert any(step.endswith(":adopted") and "canaries" not in step for step in machine.processes[:4])
+    assert machine.bench
+    assert not machine.bench.gate.sides["adopted"].kept
+
+
+def test_expired_acceptance_is_no_change(machine: Machine, tmp_path: Path) -> None:
+    run_gate(machine, tmp_path / "first")
+    (machine.root / "baselines").mkdir(exist_ok=True)
+    days = TODAY - timedelta(days=9), TODAY - timedelta(days=1)
+    (machine.root / "baselines" / accepted.FILE).write_text(
+        '[[accepted]]\nlane = "cpu"\nrow = "a/b/c"\nvalue = 3\nowner = "ann"\nreason = "why"\n'
+        f"since = {days[0]}\nexpires = {days[1]}\n"
+    )
+    run_gate(machine, tmp_path / "second")
+    assert not measured_again(machine)
 
 
 def test_run_of_a_users_interpreter_is_not_kept(machine: Machine, tmp_path: Path) -> None:
@@ -172,8 +220,13 @@ def test_run_of_a_users_interpreter_is_not_kept(machine: Machine, tmp_path: Path
         assert measured_again(machine)
 
 
-def test_disturbed_run_is_not_kept(machine: Machine, tmp_path: Path) -> None:
-    machine.sides["adopted"].counts = (gone(Verdict.INCONCLUSIVE, "noise"),)
+@pytest.mark.parametrize("what", ["a noisy time", "a failed test", "a cut run"])
+def test_run_without_a_whole_result_is_not_kept(machine: Machine, tmp_path: Path, what: str) -> None:
+    side = machine.sides["adopted"]
+    if what == "a noisy time":
+        side.counts = (gone(Verdict.INCONCLUSIVE, "noise"),)
+    side.problems = ("suites/a.py::test_x: raised",) if what == "a failed test" else ()
+    side.complete = what != "a cut run"
     run_gate(machine, tmp_path / "first")
     assert not list(adopted_run_cache.folder().glob("*.json"))
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bumpgate.core.rows import Judgement, Verdict, write_record
+from bumpgate.core.rows import Judgement, Record, Verdict, write_record
 from bumpgate.gate import interim as interim_module
-from bumpgate.gate.interim import Interim
+from bumpgate.gate.interim import Interim, certain_findings
 from bumpgate.gate.options import GateConfig
+from bumpgate.gate.timed import timed_rows
 from bumpgate.gate.verdict import Side
 from tests.support.gate_tree import Tree
-from tests.support.gating import Machine, count, labels, seconds
+from tests.support.gating import TIME_TEST, Machine, count, labels, seconds
 
 
 @pytest.fixture
@@ -48,6 +50,24 @@ def test_rows_of_one_side_and_times_do_not_hold_yet(interim: Interim) -> None:
     save(interim, "adopted", count(), seconds(1.0), count(id="compile/b/graph_breaks"))
     save(interim, "candidate", count(), seconds(9.0))
     assert interim.look(progress=True) == ["1.5 min: 2 rows compared: none holds so far"]
+
+
+def test_first_answer_has_a_finding_of_a_count_and_a_time() -> None:
+    """One cause with two rows, of which the sessions measure one."""
+    gone = "reviewed rows of a file that is gone"
+    lost = [
+        Judgement(
+            replace(j.row, value=None, interval=None, witness=0, rule="", tolerance=0.0), Verdict.INFRA, gone
+        )
+        for j in (count(), seconds(1.0))
+    ]
+    sides = [
+        Side("adopted", Record({"lane": "cpu"}, (count(), seconds(1.0)))),
+        Side("candidate", Record({"lane": "cpu"}, tuple(lost))),
+    ]
+    assert timed_rows(*(side.record for side in sides)) == {"throughput/b/seconds": TIME_TEST}
+    (found,) = certain_findings("cpu", *sides)
+    assert set(found.rows) == {"compile/a/graph_breaks", "throughput/b/seconds"}
 
 
 def test_watching_thread_says_and_ends(interim: Interim, monkeypatch: pytest.MonkeyPatch) -> None:

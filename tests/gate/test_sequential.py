@@ -118,6 +118,15 @@ def test_rows_exactly_at_the_margin_keep_the_alpha_level(noise: str) -> None:
     assert wilson(alarms, gates)[1] <= PLAN.alpha, text
 
 
+@pytest.mark.parametrize(("sign", "outcome"), [(1, TimedOutcome.SLOWER), (-1, TimedOutcome.FASTER)])
+def test_both_directions_are_adjusted_for_the_family(sign: int, outcome: TimedOutcome) -> None:
+    """Twelve sessions decide a row alone, and not one of 61 rows."""
+    moved = [sign * (0.1 + n / 1000) for n in range(12)]
+    others = {f"other{n}": [0.001, -0.001] * 6 for n in range(60)}
+    assert decide({"moved": moved}, PLAN) == {"moved": outcome}
+    assert decide({"moved": moved, **others}, PLAN)["moved"] is TimedOutcome.INCONCLUSIVE
+
+
 def test_mutant_without_holm_raises_false_alarms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequential, "holm", lambda p_values, shares: dict(p_values))
     gates = 300

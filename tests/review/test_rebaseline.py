@@ -20,8 +20,9 @@ from bumpgate import cli
 from bumpgate.core import accepted
 from bumpgate.core.accepted import today
 from bumpgate.core.baseline import Baseline, Reviewed, judge, load, save
-from bumpgate.core.rows import Judgement, Row, Verdict, digest_of, read_record, write_record
+from bumpgate.core.rows import Judgement, Record, Row, Verdict, digest_of, read_record, write_record
 from bumpgate.process.tree_digest import measured_tree
+from bumpgate.review.rebaseline import plan
 from bumpgate.table import summary, verdict_table
 from suites.support.planted import planted
 from tests.support.lane_files import declare_lanes
@@ -191,11 +192,13 @@ def test_refresh_takes_changes_within_tolerance(repository: Repository) -> None:
 
 
 def test_rebaseline_follows_moved_test_and_changed_row_kind(repository: Repository) -> None:
-    repository.review(x=old("x", 1, note="keep"), kind=old("kind", 100))
-    repository.measure(count("x", 1, test="t.py::moved"), timed("kind", 100))
+    repository.review(x=old("x", 1, note="keep"), near=old("near", 100, "lower", 0.1), kind=old("kind", 100))
+    moved = {"test": "t.py::moved"}
+    repository.measure(count("x", 1, **moved), timed("near", 105, **moved), timed("kind", 100))
     code, out, _ = repository.run(*ACCEPT)
     assert (code, "test moved" in out) == (0, True)
     assert repository.rows["a/x/n"] == replace(old("x", 1, note="keep"), test="t.py::moved")
+    assert repository.rows["a/near/n"] == replace(old("near", 100, "lower", 0.1), **moved), "a value stays"
     assert repository.rows["a/kind/n"] == old("kind", 100, "lower", 0.1), (
         "the tolerance changes with the kind of row"
     )
@@ -476,3 +479,16 @@ def test_commands_at_once_lose_nothing(repository: Repository) -> None:
 
 def load_accepted(repository: Repository) -> tuple[accepted.Acceptance, ...]:
     return accepted.load(repository.root / "baselines/accepted.toml")
+
+
+def test_prune_of_compiled_code_keeps_other_tritons() -> None:
+    """A kernel that this triton does not launch has its counts for the others."""
+    values = {"3.6.0": "registers=1 spills=0", "3.7.1": "registers=2 spills=0"}
+    reviewed = Reviewed(None, "counts", "code", test="t.py::k", values=values)
+    made_with = {"torch": "2.13.0", "triton": "3.7.1"}
+    lost = Row("a/k/code", None, "counts", 0, "", better="code", test="t.py::k")
+    record = Record(
+        HERE | made_with, (Judgement(lost, Verdict.MISSING, "no longer", gone=True),), sealed=True
+    )
+    new, _ = plan(record, Baseline("cpu", made_with, {"a/k/code": reviewed}), prune=True)
+    assert dict(new.rows["a/k/code"].values) == {"3.6.0": "registers=1 spills=0"}
