@@ -134,6 +134,27 @@ def test_row_is_red_iff_changed_and_not_accepted(
     assert j.red is (measured != reviewed and not held)
 
 
+@pytest.mark.parametrize("zone", ["Pacific/Kiritimati", "Pacific/Pago_Pago"])
+def test_day_of_an_acceptance_ends_everywhere_at_once(monkeypatch: pytest.MonkeyPatch, zone: str) -> None:
+    """The two zones are 25 hours apart: at any time, one of them has another day than UTC."""
+    before = datetime.now(timezone.utc).date()
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", zone)
+        time.tzset()
+        found = accepted.today()
+    time.tzset()
+    assert before <= found <= datetime.now(timezone.utc).date()
+
+
+def test_acceptance_that_held_when_a_gate_started_has_lapsed_since() -> None:
+    entries = (entry(expires=DAY), entry(expires=DAY, lane="h200"))
+    line = f"the acceptance of {BREAKS} expired {DAY}"
+    after = DAY + timedelta(days=1)
+    assert accepted.lapsed(entries, "cpu", f"{DAY}T23:59:00+00:00", after) == [line], "held for a minute"
+    assert accepted.lapsed(entries, "cpu", f"{after}T00:01:00+00:00", after) == [], "had expired before"
+    assert accepted.lapsed(entries, "cpu", f"{DAY}T00:01:00+00:00", DAY) == [], "its last day"
+
+
 def test_states_describe_the_effect_of_each_entry() -> None:
     reviewed = Baseline("cpu", {}, {f"a/{n}/n": Reviewed(13, "count", "exact") for n in "bcdef"})
     values = {"b": 17, "c": 13, "d": 18, "e": 17}
@@ -253,7 +274,10 @@ def test_accepted_file_round_trip_is_sorted(tmp_path: Path) -> None:
         (GOOD_ENTRY.replace("2026-11-21", "2026-11-21T10:00:00"), "expires must be a day"),
         (GOOD_ENTRY.replace("value = 17", "value = nan"), "value must be a finite number"),
         (GOOD_ENTRY.replace("value = 17", "value = [17]"), "value must be a finite number"),
-        (GOOD_ENTRY.replace("value = 17", "ratio = -1.0"), "ratio must be above 1 and at most 2"),
+        *(
+            (GOOD_ENTRY.replace("value = 17", f"ratio = {ratio}"), "ratio must be above 1 and at most 2")
+            for ratio in (-1.0, 0.99, 1.0, 2.01)
+        ),
     ],
 )
 def test_broken_accepted_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:
