@@ -152,7 +152,8 @@ def _beyond(high: float, low: float, factor: float, floor: float) -> bool:
     """Whether `high` exceeds `low` by more than the factor allows, whatever the signs."""
     if high <= low:
         return False
-    low, high = max(low, floor), max(high, floor)
+    if floor > 0:
+        low, high = max(low, floor), max(high, floor)
     return high > low + (factor - 1) * abs(low)
 
 

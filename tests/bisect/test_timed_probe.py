@@ -206,6 +206,20 @@ def test_undecided_timed_row_is_unknown(root: Path, tmp_path: Path) -> None:
     assert sides.sessions[NIGHTS[4]] == timed_probe.MOST
 
 
+@pytest.mark.parametrize(("slow", "outcome"), [(0, ProbeOutcome.GOOD), (3, ProbeOutcome.UNKNOWN)])
+def test_frequent_slow_processes_are_not_good(
+    root: Path, tmp_path: Path, slow: int, outcome: ProbeOutcome
+) -> None:
+    """In the median not slower; three of twelve processes took twice as long."""
+    test = timed_test(root, Sides({}), 1.10)
+    values = [0.001 * (-1) ** n for n in range(12)]
+    values[3 : 3 + slow] = [math.log(2)] * slow
+    sessions = timed_probe.Sessions(test.tests, test.plan, test.plan.budget, {ROW: values})
+    (tmp_path / timed_probe.SESSIONS).write_text(json.dumps(sessions.to_json()))
+    made = timed_probe.Reading(tmp_path, Cause.RAN, timed_probe.MEASURED)
+    assert test.judge(made).outcome is outcome
+
+
 @pytest.mark.parametrize(
     ("attribute", "version", "cause", "outcome", "sessions"),
     [

@@ -91,6 +91,14 @@ def test_code_row_is_judged_by_nearest_reviewed_triton(
     assert found.reviewed == REVIEWED[reviewed]
 
 
+@pytest.mark.parametrize(
+    ("version", "nearest"),
+    [("3.10.2", "3.10.0"), ("3.9.1", "3.9.0"), ("3.11.0", "3.10.0"), ("2.0.0", "3.6.0")],
+)
+def test_nearest_version_is_found_by_its_numbers(version: str, nearest: str) -> None:
+    assert kernel_code.nearest(version, ["3.10.0", "3.6.0", "3.9.0"]) == nearest
+
+
 def test_baseline_file_keeps_one_value_per_version(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     save(path, baseline({"3.10.0": "spills=1", "3.9.0": "spills=2"}))

@@ -365,6 +365,12 @@ def test_accepted_drift_may_be_measured_again_with_noise() -> None:
     assert not covers(entry, Drift(TODAY, TODAY, 1.052))
 
 
+@pytest.mark.parametrize(("days", "covered"), [(-9, True), (30, True), (31, False), (300, False)])
+def test_acceptance_covers_no_drift_that_began_more_than_a_month_later(days: int, covered: bool) -> None:
+    began = TODAY + timedelta(days=days)
+    assert covers(acceptance(1.04, TODAY), Drift(began, began, 1.04)) is covered
+
+
 @planted("C39", "a candidate whose processes crash in the sessions with the anchor")
 def test_crash_in_the_sessions_with_the_anchor_holds(machine: Machine, tmp_path: Path) -> None:
     """The other sessions are complete, so that only the crashes hold the candidate."""

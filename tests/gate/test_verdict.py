@@ -190,6 +190,10 @@ def test_failed_test_only_in_the_candidate_holds() -> None:
     result = judge_gate("cpu", side("a", *right), candidate)
     assert result.decision is HOLD
     assert one(result).repro == "pytest -m cpu -n 0 x.py::t"
+    seen_before = side("a", *right, complete=False)
+    assert judge_gate("cpu", seen_before, candidate).decision is UNKNOWN, (
+        "the adopted run may not have reached it"
+    )
     cut = side("b", *right, problems=("the run was cut short: 3 of 9 tests did not finish",), complete=False)
     assert judge_gate("cpu", side("a", *right), cut).decision is UNKNOWN
 
