@@ -186,6 +186,17 @@ def test_test_that_a_candidate_has_lost_is_a_fault(
     assert test.judge(cut_short).outcome is ProbeOutcome.UNKNOWN
 
 
+@pytest.mark.parametrize("judged", [GREEN, RED, Verdict.FIXED])
+@pytest.mark.parametrize("present", [0, 1])
+def test_defect_is_read_by_its_presence(reading: Readings, present: int, judged: Verdict) -> None:
+    """Its range is keyed by version, which a bisect varies."""
+    id = "features/cond/defect"
+    made = Row(
+        id, present, "present", 1, "R1", better="defect", at_most=1, evidence=("known",), test="t.py::d"
+    )
+    assert Signals(reading(Judgement(made, judged, ""))).verdicts[id] is (RED if present else GREEN)
+
+
 def test_endpoints_without_difference_are_judged_alike(reading: Readings) -> None:
     for good, bad, expected in (
         ([row("a", GREEN)], [row("a", GREEN)], ("GOOD", "GOOD")),

@@ -119,6 +119,13 @@ def test_many_tests_outside_are_no_accident(tests: int, read: bool) -> None:
         for x in (19.0, 21.0)
     )
     assert len(outside_on_one_side(before, after)) == (tests if read else 0)
+    # Many rows of one test are one accident.
+    one = [replace(r, judgements=tuple(with_test(j, "t::0") for j in r.judgements)) for r in (before, after)]
+    assert len(outside_on_one_side(*one)) == tests
+
+
+def with_test(j: Judgement, test: str) -> Judgement:
+    return replace(j, row=replace(j.row, test=test))
 
 
 @pytest.mark.parametrize(
@@ -180,6 +187,13 @@ def test_failure_in_the_second_run_holds(machine: Machine, out: Path) -> None:
     readings(machine, (13.0, 13.0), (21.0, 13.0))
     machine.sides["candidate"].second_problems = (f"{TEST}: assert 1 == 2",)
     assert labels(machine.gate(out)) == [("HOLD", "PROBLEM")]
+
+
+def test_skip_in_the_second_run_is_no_problem(machine: Machine, out: Path) -> None:
+    """The first run counts it."""
+    readings(machine, (13.0, 13.0), (21.0, 13.0))
+    machine.sides["candidate"].second_problems = (f"{TEST}: skipped under --gate: later",)
+    assert labels(machine.gate(out)) == []
 
 
 def test_second_run_that_is_cut_short_changes_nothing(

@@ -22,7 +22,7 @@ from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.gate.pairing import balanced
 from bumpgate.gate.plan import Family, SessionPlan, SessionRule, plan_for
 from bumpgate.gate.sequential import decide, summarise
-from bumpgate.gate.timed import Sessions, TimedReading, cost, reading
+from bumpgate.gate.timed import MAX_EMPTY_SESSIONS, Sessions, TimedReading, cost, reading
 from bumpgate.plugin import timing
 from bumpgate.plugin.rows import InfraError
 from bumpgate.process.runner import LaneRun
@@ -372,6 +372,25 @@ def test_missing_row_is_a_fault_only_if_it_is_paired(tmp_path: Path) -> None:
     run = LaneRun(1, Record({}, tuple(lost)), "", 1.0, tmp_path)
     assert reading(run, [TIME_TEST], ["a/b/paired"]).faults == {TIME_TEST: "no longer reported"}
     assert reading(run, [TIME_TEST], []) == TimedReading()
+
+
+@pytest.mark.parametrize(("signal", "fault"), [(11, True), (6, True), (9, False), (15, False)])
+def test_crash_of_a_process_is_a_fault_and_its_end_from_outside_is_none(
+    tmp_path: Path, signal: int, fault: bool
+) -> None:
+    run = LaneRun(-signal, None, f"died of signal {signal}", 1.0, tmp_path)
+    found = reading(run, [TIME_TEST], [ROWS[0]])
+    assert found.faults == ({TIME_TEST: run.failure} if fault else {})
+    assert found.lost == run.failure
+
+
+def test_empty_sessions_end_the_measurement_only_in_a_row() -> None:
+    sessions = Sessions({ROWS[0]: TIME_TEST}, plan_for(None, True), 72)
+    for n in range(2 * MAX_EMPTY_SESSIONS):
+        costs = {ROWS[0]: 1.0} if n == MAX_EMPTY_SESSIONS - 1 else {}
+        assert sessions.open_rows() == [ROWS[0]], f"after {n} sessions"
+        sessions.run_one(lambda side, tests, costs=costs: TimedReading(costs))
+    assert sessions.open_rows() == []
 
 
 def test_fill_gives_each_process_similar_times() -> None:

@@ -218,6 +218,7 @@ def test_regression_outweighs_a_gap() -> None:
         (TimedOutcome.NOT_SLOWER, ADOPT),
         (TimedOutcome.FASTER, ADOPT),
         (TimedOutcome.SLOWER, HOLD),
+        (TimedOutcome.SLOW_MODE, HOLD),
         (TimedOutcome.INCONCLUSIVE, UNKNOWN),
     ],
 )

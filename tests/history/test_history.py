@@ -20,13 +20,10 @@ from bumpgate.core.rows import Record, Verdict, write_record
 from bumpgate.gate.drift import anchor, find_drift
 from bumpgate.gate.verdict import Side
 from bumpgate.history import adoptions
-from bumpgate.history.adoptions import Adoption
 from bumpgate.history.archive import Archive
-from bumpgate.process.file_transaction import AdoptionError, digest
 from bumpgate.report import dashboard, history
 from bumpgate.report.dashboard import NightReading, Series, spans
 from suites.support.planted import planted
-from tests.support.git_repository import GitRepository
 from tests.support.project import REPO
 from tests.support.reports import HERE, bumpgate, judged, paired, row, write_gate
 
@@ -173,32 +170,6 @@ def test_log_of_adoptions_decides_from_its_first_entry_on(tmp_path: Path, archiv
     (tmp_path / adoptions.FILE).write_text(adoptions.text(adoptions.Log((entry,))))
     found = adoptions.adopted("cpu", store=archive._url.render_as_string(), root=tmp_path)
     assert found == [(date(2026, 10, 1), "2.14.10-01"), (date(2026, 10, 5), "2.14.10-05")]
-
-
-@pytest.mark.parametrize("in_git", [True, False])
-def test_corrupt_local_copy_is_never_restored(tmp_path: Path, in_git: bool) -> None:
-    """The content before an adoption is then taken from its commit, or the rollback is refused."""
-    path, old, new = "lanes/cpu/lane.toml", "device = 'cpu'\n", "device = 'cuda'\n"
-    (tmp_path / "tree").mkdir()
-    tree = GitRepository(tmp_path / "tree")
-    commit = tree.commit("before", {path: old})
-    file = tree.folder / path
-    file.write_text(new)
-    made = {"lane": "cpu", "day": date(2026, 1, 2), "candidate": "torch==2", "old": "1", "new": "2"}
-    hashes = {"before": {path: digest(old)}, "after": {path: digest(new)}}
-    entry = Adoption(**made, decision="ADOPT", gate="", commit=commit if in_git else "", **hashes)
-    (tree.folder / adoptions.FILE).parent.mkdir()
-    (tree.folder / adoptions.FILE).write_text(adoptions.text(adoptions.Log((entry,))))
-    kept = tmp_path / "home/adoptions" / digest(old)
-    kept.parent.mkdir(parents=True)
-    kept.write_text("device = 'tpu'\n")
-    if in_git:
-        adoptions.undo(tree.folder, "cpu", date(2026, 1, 3))
-        assert file.read_text() == old
-    else:
-        with pytest.raises(AdoptionError, match="its content before the adoption is neither in"):
-            adoptions.undo(tree.folder, "cpu", date(2026, 1, 3))
-        assert file.read_text() == new
 
 
 def test_drift_is_read_from_adopted_builds_only(
