@@ -63,7 +63,8 @@ def test_crash_of_a_build_that_does_not_import_is_no_verdict(
 
 
 def test_slow_command_has_no_verdict(run: Any) -> None:
-    assert run("sleep 60", timeout=0.5)[1].cause is Cause.MACHINE
+    for command in ("sleep 60", "trap 'exit 1' TERM; sleep 60 & wait"):
+        assert run(command, timeout=0.5)[1].cause is Cause.MACHINE, f"{command}: it read as BAD"
 
 
 @pytest.mark.parametrize("code", [126, 127, 255])

@@ -220,6 +220,15 @@ def test_frequent_slow_processes_are_not_good(
     assert test.judge(made).outcome is outcome
 
 
+def test_sessions_of_other_rows_are_not_continued(root: Path, tmp_path: Path) -> None:
+    test = timed_test(root, Sides({}), 1.10)
+    other = {ROW: "suites/throughput/test_other.py::test_other[cpu]"}
+    sessions = timed_probe.Sessions(other, test.plan, test.plan.budget, {ROW: [0.0] * 12})
+    (tmp_path / timed_probe.SESSIONS).write_text(json.dumps(sessions.to_json()))
+    found = test.judge(timed_probe.Reading(tmp_path, Cause.RAN, timed_probe.MEASURED))
+    assert (found.outcome, found.reason) == (ProbeOutcome.UNKNOWN, f"{timed_probe.SESSIONS} is missing")
+
+
 @pytest.mark.parametrize(
     ("attribute", "version", "cause", "outcome", "sessions"),
     [

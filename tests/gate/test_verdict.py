@@ -303,6 +303,13 @@ def test_grouping_ignores_addresses_and_separates_metrics() -> None:
     ]
 
 
+def test_finding_shows_the_rule_the_review_and_the_limit() -> None:
+    changed = replace(judged(C, row(value=14)), reviewed=13, limit="= 13")
+    assert one(gate([judged(P)], [changed])).candidate == (
+        f"{row().id}: 14 breaks (C6, reviewed 13, limit = 13)",
+    )
+
+
 def test_removed_evidence_is_the_cause() -> None:
     adopted = [judged(P, breaks("a", "kernel fused_add", "kernel mm"))]
     candidate = [judged(C, breaks("a", "kernel mm"))]
