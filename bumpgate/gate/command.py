@@ -20,15 +20,16 @@ from rich.console import Console
 from bumpgate.core import accepted, lanes
 from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import BumpgateError, ExtraMissingError
-from bumpgate.core.findings import Decision, DriftReading
+from bumpgate.core.findings import NO_REGRESSION, Decision, DriftReading
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Record
 from bumpgate.core.text import redacted
 from bumpgate.env.cached import Disk
 from bumpgate.env.mirror import copies
 from bumpgate.gate import drift, metrics, state
-from bumpgate.gate.environments import EnvSpec, environments, keep_locks
+from bumpgate.gate.environments import EnvSpec, environments, keep_locks, requests
 from bumpgate.gate.evidence import read_judged
+from bumpgate.gate.materiality import variants
 from bumpgate.gate.measure import other_packages, run_gate
 from bumpgate.gate.options import (
     FAST,
@@ -52,17 +53,16 @@ from bumpgate.process.tree_digest import Binding, bind, sources_in
 from bumpgate.table import part_of_lane
 
 INTERRUPTED = 130
+Texts = list[str] | None
+EQUAL_OUTCOMES = tuple(outcome.value for outcome in NO_REGRESSION)
 
 
 def command(
     lane: Annotated[str, typer.Option(help="A declared lane.")],
     candidate: Annotated[str, typer.Option(help="The candidate: 'torch==2.14.0', or a wheel file.")] = "",
-    adopted: Annotated[
-        str, typer.Option(help="Change a package of the adopted side, such as triton==3.7.1.")
-    ] = "",
+    adopted: Annotated[str, typer.Option(help="Change a package of the adopted side: triton==3.7.1.")] = "",
     anchor: Annotated[
-        str,
-        typer.Option(help="Also pair the candidate with this older build; `history`: that of a month ago."),
+        str, typer.Option(help="Also pair with this older build; `history`: a month ago.")
     ] = "",
     python_adopted: Annotated[str, typer.Option(help="Adopted side: this interpreter, unchanged.")] = "",
     python_candidate: Annotated[str, typer.Option(help="Candidate side: this interpreter, unchanged.")] = "",
@@ -70,47 +70,20 @@ def command(
     python_bad: Annotated[str, typer.Option(hidden=True)] = "",
     python_anchor: Annotated[str, typer.Option(help="Anchor side: this interpreter, unchanged.")] = "",
     without: Annotated[
-        list[str] | None,
-        typer.Option(help="A kernel wheel that these interpreters lack on purpose; repeatable."),
+        Texts, typer.Option(help="A kernel wheel that these lack on purpose; repeatable.")
     ] = None,
-    index: Annotated[
-        str | None, typer.Option(help="URL of an index that takes precedence over the host's.")
-    ] = None,
-    find_links: Annotated[
-        list[str] | None, typer.Option(help="Folder or page of wheels; repeatable.")
-    ] = None,
-    store: Annotated[
-        list[str] | None, typer.Option(help="A store with nightlies of `bumpgate mirror`; repeatable.")
-    ] = None,
+    index: Annotated[str | None, typer.Option(help="URL of an index before the host's.")] = None,
+    find_links: Annotated[Texts, typer.Option(help="Folder or page of wheels; repeatable.")] = None,
+    store: Annotated[Texts, typer.Option(help="A store of `bumpgate mirror`; repeatable.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of gate.json and both records.")] = None,
     sessions: Annotated[int | None, typer.Option(help="Maximum number of paired sessions, 6 to 72.")] = None,
-    budget: Annotated[
-        float | None, typer.Option(help="Minutes after which no session starts; --resume continues.")
-    ] = None,
-    gpus: Annotated[
-        str,
-        typer.Option(
-            help="GPUs to use at once, such as 0,1,2,3, or `all`: lanes of both sides, then sessions."
-        ),
-    ] = "",
+    budget: Annotated[float | None, typer.Option(help="Minutes after which no session starts.")] = None,
+    gpus: Annotated[str, typer.Option(help="GPUs to use at once, such as 0,1,2,3, or `all`.")] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Continue the gate in --out.")] = False,
-    fresh: Annotated[
-        bool,
-        typer.Option(
-            "--fresh", help="Run the adopted side again, even if a run of the last 24 hours is kept."
-        ),
-    ] = False,
-    fast: Annotated[
-        bool,
-        typer.Option(FAST, help="An early answer: only tests of a few seconds, and no times. Cannot adopt."),
-    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore a kept run of the adopted side.")] = False,
+    fast: Annotated[bool, typer.Option(FAST, help="Only short tests and no times. Cannot adopt.")] = False,
     disk: Disk = None,
-    shell: Annotated[
-        str | None,
-        typer.Option(
-            "--command", help="Instead of pytest: a command that prints metrics as JSON (docs/gate.md)."
-        ),
-    ] = None,
+    shell: Annotated[str | None, typer.Option("--command", help="Prints metrics, instead of pytest.")] = None,
     selection: Annotated[list[str] | None, typer.Argument(help="After --: what pytest runs.")] = None,
 ) -> None:
     """Measure the adopted build and a candidate in pairs: ADOPT, HOLD, or UNKNOWN if evidence is missing.
@@ -161,6 +134,7 @@ def _run(config: GateConfig, how: RunOptions) -> None:
     place.mkdir(parents=True, exist_ok=True)
     view = View(Console(stderr=True))
     signal.signal(signal.SIGTERM, _interrupt)
+    requests(config, root, how)  # bad input is refused before the wait for the device
     try:
         with device_lock(lane, view.say, chosen):
             gate, earlier = _measured(config, how, root, place, view, chosen)
@@ -283,6 +257,7 @@ def _show(gate: GateFile, out: Path, *, again: bool) -> None:
     lines += [f"acceptance: {line}" for line in gate.accepted]
     adopted = gate.adopted.record.provenance if gate.adopted.record else {}
     lines += [f"margin: {line}" for line in adopted.get("margins", ())]
+    lines += [explained(gate)] if gate.decision is Decision.UNKNOWN else []
     parts = [f"{gate.decision.name}: {gate.candidate.name} against {gate.adopted.name}, lane {gate.lane}"]
     parts += [
         f"{len(gate.findings)} finding{'s' * (len(gate.findings) != 1)}",
@@ -296,21 +271,33 @@ def _show(gate: GateFile, out: Path, *, again: bool) -> None:
 
 
 def other_variant(gate: GateFile) -> str:
-    """Return a note if the sides run different variants of torch, such as +cpu and +cu130; "" otherwise.
-
-    A label that names a commit (+git21fec65) is no variant.
-    """
-    sides = [
-        side.record.provenance.get("torch") if side.record else None
-        for side in (gate.adopted, gate.candidate)
-    ]
-    labels = [str(torch).partition("+")[2].partition(".")[0] for torch in sides if torch]
-    if len(set(labels)) < 2 or not all(labels) or any(label.startswith("git") for label in labels):
+    """Return a note if the sides run different variants of torch, such as +cpu and +cu130; "" otherwise."""
+    sides = [s.record.provenance.get("torch") if s.record else None for s in (gate.adopted, gate.candidate)]
+    if not (labels := variants(*sides)):
         return ""
     return (
         f"note: {sides[0]} and {sides[1]} are different variants: times of imports and compile caches, and memory,"
         f' include this difference. Compare one variant: --index URL, --candidate "torch==X+{labels[0]}"'
     )
+
+
+def explained(gate: GateFile) -> str:
+    """Return what an UNKNOWN gate knows, in one sentence: what is equal, and what lacks data for which reason."""
+    rows = [
+        {j.row.id for j in s.record.judgements} if s.record else set() for s in (gate.adopted, gate.candidate)
+    ]
+    gaps = [f for f in gate.findings if f.decision is Decision.UNKNOWN]
+    decided = (rows[0] & rows[1]) - {row for f in gaps for row in f.rows}
+    other = {row for f in gate.findings for row in f.rows if f.label not in EQUAL_OUTCOMES} & decided
+    parts = [
+        "nothing was found against the candidate: "
+        f"{len(decided) - len(other)} of {len(decided)} decided rows are equal"
+    ]
+    for f in gaps:
+        number = len(f.rows)
+        what = f"{number} row{'s lack' if number != 1 else ' lacks'} data: " if f.rows else ""
+        parts.append(what + (f.head or f.cause))
+    return "; ".join(cut(parts))
 
 
 def _recent(lane: str, rows: Sequence[str], days: int) -> Mapping[str, Sequence[DriftReading]]:

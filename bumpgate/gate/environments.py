@@ -6,7 +6,7 @@ import hashlib
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.text import redacted
 from bumpgate.env import compiled
-from bumpgate.env.build import BuildError, build
-from bumpgate.env.lane import lane_request
+from bumpgate.env.build import BuildError, Environment, NotInstallable, build
+from bumpgate.env.lane import LaneContext, lane_request
 from bumpgate.env.locks import file_digests
 from bumpgate.env.packages import lock_variables
 from bumpgate.env.request import Request
@@ -97,18 +98,43 @@ def environments(config: GateConfig, root: Path, view: View, how: RunOptions) ->
 
     Raises GateError if an interpreter of the user lacks a kernel wheel that `--without` does not name.
     """
-    sources: dict[str, Any] = {"index": how.index, "find_links": how.find_links}
-    requests = {
-        name: lane_request(root, config.lane, requirement or None, **sources)
-        for name, (python, requirement) in config.requests.items()
-        if not python
-    }
+    wanted = requests(config, root, how)
     return {
-        name: _of_set(name, requests[name], root, config.lane, view)
-        if name in requests
+        name: _of_set(name, wanted[name], root, config.lane, view)
+        if name in wanted
         else _of_interpreter(name, python, root, config, new=not how.resume)
         for name, (python, _) in config.requests.items()
     }
+
+
+def requests(config: GateConfig, root: Path, how: RunOptions) -> dict[str, list[Request]]:
+    """Return side -> the requests of its set, the first that can be built counts. Raises BumpgateError on bad input.
+
+    A candidate of torch is requested in the adopted variant first, such as 2.15.0+cpu.
+    """
+    if how.index is not None and not re.match(r"(https?|file)://.", how.index):
+        raise GateError(f"--index {redacted(how.index)}: must be a URL such as https://HOST/simple")
+    sources: dict[str, Any] = {"index": how.index, "find_links": how.find_links}
+    lock = LaneContext(root, config.lane).lock
+    texts = {
+        name: [*same_variant(text, lock.versions.get("torch", "") if lock else ""), text]
+        for name, (python, text) in config.requests.items()
+        if not python
+    }
+    return {
+        name: [lane_request(root, config.lane, text or None, **sources) for text in both]
+        for name, both in texts.items()
+    }
+
+
+def same_variant(requirement: str, adopted: str) -> list[str]:
+    """Return the requirement on one version of torch with the label of the adopted one, if that names a device.
+
+    A label with a number, such as cu130, is a part of the bump.
+    """
+    label = adopted.partition("+")[2]
+    named = re.fullmatch(r"torch\s*==\s*([\w.]+)", requirement)
+    return [f"torch=={named[1]}+{label}"] if named and re.fullmatch("[a-z]+", label) else []
 
 
 def _of_interpreter(name: str, python: str, root: Path, config: GateConfig, *, new: bool) -> EnvSpec:
@@ -127,11 +153,11 @@ def _of_interpreter(name: str, python: str, root: Path, config: GateConfig, *, n
     return EnvSpec(Path(python), first, command=listing, more=tuple(more), wheels=contents)
 
 
-def _of_set(name: str, request: Request, root: Path, lane: str, view: View) -> EnvSpec:
-    """Build the environment of a set of packages."""
+def _of_set(name: str, wanted: Sequence[Request], root: Path, lane: str, view: View) -> EnvSpec:
+    """Build the environment of a set of packages: of the first request, or the next if no index has it."""
     try:
         with view.doing(f"{TITLES[name]}: building its environment"):
-            made = build(request, say=view.say)
+            request, made = _first(wanted, view)
             fitted = wheels.fit(root, lane, request, made, request.find_links, view.say)
     except BuildError as error:
         return EnvSpec(Path(), {}, one_line(error), f"less {shlex.quote(str(error.log))}")
@@ -143,6 +169,17 @@ def _of_set(name: str, request: Request, root: Path, lane: str, view: View) -> E
     listing = f"cat {made.lock}" if made.lock else ""
     files = file_digests(made.lock) if made.lock else {}
     return EnvSpec(made.python, first, command=listing, lock=made.lock, more=tuple(more), artifacts=files)
+
+
+def _first(wanted: Sequence[Request], view: View) -> tuple[Request, Environment]:
+    for request in wanted[:-1]:
+        try:
+            return request, build(request, say=view.say)
+        except NotInstallable:
+            view.say(
+                f"no index has {request.title}: another variant is compared (--index URL names one that has it)"
+            )
+    return wanted[-1], build(wanted[-1], say=view.say)
 
 
 def _refuse_unprepared(config: GateConfig, python: str, absent: Mapping[str, str]) -> None:

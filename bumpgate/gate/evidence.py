@@ -59,7 +59,9 @@ def judge(
     drifted = gate.drifted.log_ratios if gate.drifted else {}
     found = find_drifts(inputs.readings, lane, list(gate.timed), drifted, inputs.today, inputs.acceptances)
     timed, crept, lines = apply_to_times(gate.timed, found, inputs.acceptances, lane, inputs.today)
-    verdict = judge_gate(lane, sides["adopted"], sides["candidate"], timed, crept)
+    verdict = judge_gate(
+        lane, sides["adopted"], sides["candidate"], timed, crept, gate.paired.lost if gate.paired else ""
+    )
     lost = unequal_losses(lane, gate.paired) if gate.paired else []
     gaps = [
         *anchor_gap(gate, root, options),

@@ -118,3 +118,18 @@ def material_time(row: str, ratio: float) -> bool:
     """Whether a person would hold a bump for a time that sessions found slower. ratio: candidate over adopted."""
     start = re.fullmatch(START.metric, row.rsplit("/", 1)[1])
     return not start or ratio > START.factor
+
+
+def variants(adopted: object, candidate: object) -> list[str]:
+    """Return the labels of two versions of torch, such as cpu and cu130, if they differ; empty otherwise.
+
+    A label that names a commit (+git21fec65) is no variant.
+    """
+    labels = [str(torch or "").partition("+")[2].partition(".")[0] for torch in (adopted, candidate)]
+    differ = len({*labels}) == 2 and all(labels) and not any(label.startswith("git") for label in labels)
+    return labels if differ else []
+
+
+def other_device(adopted: object, candidate: object) -> bool:
+    """Whether two versions of torch are built for different devices: +cpu and +cu130, but not +cu130 and +cu132."""
+    return len({re.sub(r"[\d.]+", "", label) for label in variants(adopted, candidate)}) == 2

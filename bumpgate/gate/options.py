@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.markers import InvalidMarker, Marker, UndefinedEnvironmentName
+
 from bumpgate.core import lanes
-from bumpgate.core.errors import BumpgateError
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.env.lane import LaneContext
 from bumpgate.env.store import sha256_of
 from bumpgate.gate.plan import plan_for
@@ -96,6 +99,7 @@ def require_usable(config: GateConfig, root: Path) -> None:
     lanes.require(root, config.lane)
     if bool(config.candidate) == bool(config.python_candidate):
         raise BumpgateError("name the candidate: --candidate 'torch==X', or --python-candidate PATH")
+    _require_candidate(config.candidate)
     for name, requirement, python in (
         ("adopted", config.adopted, config.python_adopted),
         ("anchor", config.anchor, config.python_anchor),
@@ -119,6 +123,21 @@ def require_usable(config: GateConfig, root: Path) -> None:
         path = part.split("::")[0]
         if not part.startswith("-") and not before.startswith("-") and not (root / path).exists():
             raise BumpgateError(f"the selection names {path}, which does not exist")
+
+
+def _require_candidate(text: str) -> None:
+    """Raise GateError on a candidate that names no package, no file, or nothing for this Python."""
+    if re.fullmatch(r"\d[\w.+]*", text):
+        raise GateError(f"--candidate {text} names no package: --candidate torch=={text}")
+    if text.endswith(".whl") and "://" not in text and not Path(text).expanduser().is_file():
+        raise GateError(f"--candidate {text}: no such file")
+    marker = text.partition(";")[2].strip()
+    try:
+        fits = not marker or Marker(marker).evaluate()
+    except (InvalidMarker, UndefinedEnvironmentName) as error:
+        raise GateError(f"--candidate {text}: {one_line(error)}") from None
+    if not fits:
+        raise GateError(f"--candidate {text}: its marker excludes this Python; leave it out")
 
 
 def require_combination(command: str | None, selection: list[str] | None, fast: bool) -> None:

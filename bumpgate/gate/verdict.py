@@ -17,7 +17,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bumpgate.core import census, kernel_code
 from bumpgate.core.baseline import investigate, tier, violation
@@ -44,7 +46,7 @@ from bumpgate.gate.compare_rows import (
     with_disturbed,
 )
 from bumpgate.gate.drift import Drift
-from bumpgate.gate.materiality import material_time
+from bumpgate.gate.materiality import OF_VARIANT, material_time, other_device
 from bumpgate.gate.options import FAST
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.state import Gate
@@ -61,6 +63,8 @@ EQUAL = "EQUAL"
 OTHER_WORK = "OTHER WORK"
 # The sides report the row with another unit, direction or kind.
 OTHER_KIND = "OTHER KIND"
+# Import, start memory and warm start of another variant of torch.
+VARIANT = "VARIANT"
 # Rows that only the candidate can measure, such as those of a capability that its release adds.
 NEW = "NEW"
 # Rows that the candidate is not required to report: no kernel wheel fits it.
@@ -173,11 +177,13 @@ def judge_gate(
     candidate: Side,
     timed: Mapping[str, Timed] | None = None,
     drifts: Mapping[str, Drift] | None = None,
+    lost: str = "",
 ) -> GateVerdict:
     """Judge the candidate (`candidate`) against the adopted environment (`adopted`).
 
     timed: row id -> result of the paired sessions, for every row selected for them. It replaces the records'
     comparison of that row with a stored time. drifts: row id -> the drift that `drift.find_drift` detected.
+    lost: why a session last lost a time.
     Raises ValueError if a record is of another lane, which is the caller's mistake.
     """
     for side in (adopted, candidate):
@@ -198,10 +204,26 @@ def judge_gate(
         read_once = {row: (_read_once(before.get(row)), _read_once(after.get(row))) for row in timed}
         loose += _of_records(lane, *records, timed.keys())
     for row, t in sorted(timed.items()):
-        loose += of_sessions(lane, row, t, tests.get(row, ""), read_once.get(row, ("", "")))
+        loose += of_sessions(lane, row, t, tests.get(row, ""), read_once.get(row, ("", "")), lost)
     loose += [of_drift(lane, row, c, tests.get(row, "")) for row, c in sorted(drifts.items())]
+    if adopted.record and candidate.record:
+        loose = _of_variants(loose, adopted.record.provenance, candidate.record.provenance)
     findings = group(loose)
     return GateVerdict(findings[0].decision if findings else Decision.ADOPT, findings)
+
+
+def _of_variants(
+    loose: list[Finding], adopted: Mapping[str, Any], candidate: Mapping[str, Any]
+) -> list[Finding]:
+    """Let rows that the variant of torch decides hold nothing, if the sides are built for different devices."""
+    if not other_device(adopted.get("torch"), candidate.get("torch")):
+        return loose
+    return [
+        replace(f, decision=Decision.ADOPT, label=VARIANT)
+        if f.decision is not Decision.ADOPT and f.rows and all(map(OF_VARIANT.fullmatch, f.rows))
+        else f
+        for f in loose
+    ]
 
 
 def _of_records(lane: str, adopted: Record, candidate: Record, timed: Collection[str]) -> list[Finding]:
@@ -282,15 +304,7 @@ def _not_run_findings(spared: Mapping[str, str]) -> list[Finding]:
     for row, reason in spared.items():
         reasons.setdefault(reason, []).append(row)
     return [
-        Finding(
-            Decision.ADOPT,
-            NOT_RUN,
-            "",
-            reason,
-            rows=tuple(rows),
-            adopted=(),
-            candidate=(f"{len(rows)} rows not run",),
-        )
+        Finding(Decision.ADOPT, NOT_RUN, "", reason, tuple(rows), (), (f"{len(rows)} rows not run",))
         for reason, rows in reasons.items()
     ]
 
@@ -309,9 +323,7 @@ def _environment(lane: str, side: Side, is_good: bool) -> list[Finding]:
     def finding(label: str, head: str, repro: str) -> Finding:
         seen = (f"{side.name}: {head}",)
         adopted, candidate = (seen, ()) if is_good else ((), seen)
-        return Finding(
-            Decision.UNKNOWN, label, "", head, rows=(), adopted=adopted, candidate=candidate, repro=repro
-        )
+        return Finding(Decision.UNKNOWN, label, "", head, (), adopted, candidate, repro)
 
     out = [
         finding("INSTRUMENT", f"instrument {name}: {one_line(reason)}", f"pytest -m {lane}")
@@ -340,19 +352,7 @@ def _problems(lane: str, adopted: Record, candidate: Record) -> list[Finding]:
         tests = (first.test,) if first.test else ()
         repro = investigate(lane, first.test)
         label = "INFRA" if first.kind is ProblemKind.INFRA else "PROBLEM"
-        out.append(
-            Finding(
-                decision,
-                label,
-                "",
-                first.why,
-                rows=(),
-                adopted=shown[0],
-                candidate=shown[1],
-                repro=repro,
-                tests=tests,
-            )
-        )
+        out.append(Finding(decision, label, "", first.why, (), *shown, repro, tests))
     return out
 
 
@@ -427,18 +427,8 @@ def _finding(
     repro = investigate(lane, shown.row.test)
     if decision is Decision.UNKNOWN:
         repro = shown.command or repro
-    return [
-        Finding(
-            decision,
-            label,
-            metric,
-            head,
-            rows=(shown.row.id,),
-            adopted=_shown(adopted, candidate),
-            candidate=_shown(candidate, adopted),
-            repro=repro,
-        )
-    ]
+    both = _shown(adopted, candidate), _shown(candidate, adopted)
+    return [Finding(decision, label, metric, head, (shown.row.id,), *both, repro)]
 
 
 def _reason(j: Judgement, otherwise: str) -> str:
@@ -607,11 +597,12 @@ def _number(value: Value) -> str:
 
 
 def of_sessions(
-    lane: str, row: str, t: Timed, test: str, read_once: tuple[str, str] = ("", "")
+    lane: str, row: str, t: Timed, test: str, read_once: tuple[str, str] = ("", ""), lost: str = ""
 ) -> list[Finding]:
     """Return the finding on a row that sessions measured; empty if it is SAME.
 
     read_once: value and unit of both sides in the run of the lane; "" if it has none.
+    lost: why a session last lost a time.
     """
     if t.outcome is TimedOutcome.SAME:
         return []
@@ -619,41 +610,24 @@ def of_sessions(
     small = t.outcome is TimedOutcome.SLOWER and not material_time(row, t.ratio)
     known = small or t.outcome in NO_REGRESSION
     decision = Decision.ADOPT if known else Decision.HOLD if red else Decision.UNKNOWN
+    found = partial(Finding, decision, t.outcome.value, rows=(row,), repro=investigate(lane, test))
     if not t.sessions:  # all such rows have one cause: the budget, or only lost sessions
-        unread = (f"{row}: not measured",)
-        head = "no paired session gave a time"
-        return [
-            Finding(
-                decision,
-                t.outcome.value,
-                "",
-                head,
-                rows=(row,),
-                adopted=(),
-                candidate=unread,
-                repro=investigate(lane, test),
-            )
-        ]
-    low, high = (f"{100 * (x - 1):+.1f} %" if math.isfinite(x) else "?" for x in t.interval)
-    change = f"{100 * (t.ratio - 1):+.1f} % in [{low}, {high}]"
+        head = f"no paired session gave a time{f' ({lost})' if lost else ''}"
+        return [found(metric="", head=head, candidate=(f"{row}: not measured",))]
+    change = f"{100 * (t.ratio - 1):+.1f} %"
+    if all(map(math.isfinite, t.interval)):
+        change += " in [{:+.1f} %, {:+.1f} %]".format(*(100 * (x - 1) for x in t.interval))
     once, first = (f"{value} in the run of the lane" if value else "" for value in read_once)
-    change = f"{change} after {t.sessions} sessions, adjusted p {t.p:.2g}"
+    change += f" after {t.sessions} session{'s' * (t.sessions != 1)}"
+    change += f", adjusted p {t.p:.2g}" if red else ""
+    head = ""
+    if decision is Decision.UNKNOWN:
+        head = f"more sessions would decide it{f'; last lost: {lost}' if lost else ''}"
     seen = f"{row}: {first}; {change}" if first else f"{row}: {change}"
     if any(t.slow):
         seen += f"; slow processes: {t.slow[0]} of the candidate, {t.slow[1]} of the adopted build"
-    metric, adopted = row.rsplit("/", 1)[1], (f"{row}: {once or 1}",)
-    return [
-        Finding(
-            decision,
-            t.outcome.value,
-            metric,
-            "",
-            rows=(row,),
-            adopted=adopted,
-            candidate=(seen,),
-            repro=investigate(lane, test),
-        )
-    ]
+    metric = row.rsplit("/", 1)[1]
+    return [found(metric=metric, head=head, adopted=(f"{row}: {once or 1}",), candidate=(seen,))]
 
 
 def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
@@ -668,18 +642,7 @@ def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
         rows = tuple(row for row, node in sessions.tests.items() if node == test)
         head = f"timed processes without a reading, more than the adopted build's (adjusted p {p:.2g})"
         repro = investigate(lane, test)
-        found.append(
-            Finding(
-                Decision.HOLD,
-                "LOST",
-                "",
-                head,
-                rows=rows,
-                adopted=(adopted,),
-                candidate=(candidate,),
-                repro=repro,
-            )
-        )
+        found.append(Finding(Decision.HOLD, "LOST", "", head, rows, (adopted,), (candidate,), repro))
     return found
 
 
@@ -689,17 +652,7 @@ def of_adopted_alone(lane: str, faults: Iterable[Problem]) -> list[Finding]:
     Such a fault is no evidence against the candidate. It costs a reading, and a row with too few is INCONCLUSIVE.
     """
     return [
-        Finding(
-            Decision.ADOPT,
-            "PROBLEM",
-            "",
-            p.why,
-            rows=(),
-            adopted=(str(p),),
-            candidate=(),
-            repro=investigate(lane, p.test),
-            tests=(p.test,),
-        )
+        Finding(Decision.ADOPT, "PROBLEM", "", p.why, (), (str(p),), (), investigate(lane, p.test), (p.test,))
         for p in faults
     ]
 
@@ -710,14 +663,7 @@ def of_drift(lane: str, row: str, c: Drift, test: str) -> Finding:
     candidate = f"{row}: {100 * (c.ratio - 1):+.1f} %, rising since {c.since}, called {c.called}"
     metric = row.rsplit("/", 1)[1]
     return Finding(
-        Decision.HOLD,
-        "CREEP",
-        metric,
-        "",
-        rows=(row,),
-        adopted=(adopted,),
-        candidate=(candidate,),
-        repro=investigate(lane, test),
+        Decision.HOLD, "CREEP", metric, "", (row,), (adopted,), (candidate,), investigate(lane, test)
     )
 
 

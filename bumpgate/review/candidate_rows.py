@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from bumpgate.core.baseline import BUILD, Baseline, comparable, judge
-from bumpgate.core.findings import NO_REGRESSION, PEER
+from bumpgate.core.findings import NO_REGRESSION, PEER, Decision
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Judgement, Record, Verdict, is_time
 from bumpgate.process.file_transaction import AdoptionError
@@ -25,7 +25,7 @@ def moved_baseline(
 
     * new rows, and values that belong to one build;
     * wins; a timed row's win only if the paired sessions confirm it;
-    * ratios to a peer that became faster;
+    * ratios to a peer that became faster, and changes too small to hold a bump;
     * times of another class of host than the reviewed value, if the sessions found them no slower.
 
     Any other time keeps its reviewed value, whatever this machine read. Tolerances and notes are kept.
@@ -82,9 +82,10 @@ def _change(
         once = row.interval is None and gate.timed.get(row.id) is None and is_time(row)
         accept = _confirmed(gate, j) and not ((settled or once) and _better_in_both(gate, j))
     elif verdict is Verdict.CHANGED:
-        accept = row.per_build and _other_build(old, record)
+        accept = (row.per_build and _other_build(old, record)) or row.id in _held_nothing(gate, "CHANGED")
     else:  # a time that is no slower than the adopted build's on the same machine keeps its reviewed value
-        accept = verdict is Verdict.REGRESSION and not settled and row.id in _of_faster_peers(gate)
+        shown = _held_nothing(gate, PEER, "CHANGED")
+        accept = verdict is Verdict.REGRESSION and not settled and row.id in shown
     if accept:
         return BaselineChange(row.id, was, new, verdict.value.lower())
     if new.values.keys() != was.values.keys():
@@ -98,9 +99,10 @@ def _other_build(old: Baseline, record: Record) -> bool:
     return any(old.made_with.get(name) != record.provenance.get(name) for name in BUILD)
 
 
-def _of_faster_peers(gate: GateFile) -> set[str]:
-    """Return the ratios that are worse because another implementation became faster."""
-    return {row for finding in gate.findings if finding.label == PEER for row in finding.rows}
+def _held_nothing(gate: GateFile, *labels: str) -> set[str]:
+    """Return the rows of findings that held nothing: ratios to a peer that became faster, changes of no weight."""
+    found = (f for f in gate.findings if f.label in labels and f.decision is Decision.ADOPT)
+    return {row for finding in found for row in finding.rows}
 
 
 def _settled(gate: GateFile, j: Judgement) -> bool:

@@ -28,6 +28,7 @@ from tests.support.foreign import ANY_ROUND_IS_QUIET, LANE, Foreign
 from tests.support.gating import Machine
 from tests.support.git_repository import GitRepository
 from tests.support.project import Result, package_of_side, wrapped_python
+from tests.support.reports import save_record
 
 GOOD = {"name": "graphs", "value": 3, "unit": "graphs", "better": "exact"}
 TIME = {"name": "step_seconds", "value": 0.5, "unit": "s", "better": "lower"}
@@ -319,7 +320,7 @@ def test_margin_that_matches_no_row_is_shown_by_the_gate(
     path = out / "adopted.json"
     raw = json.loads(path.read_text())
     raw["provenance"]["margins"] = ["no row of this run matches 'a/*'"]
-    path.write_text(json.dumps(raw))
+    save_record(path, raw)
     found = gate_file.read(out / state.NAME)
     assert isinstance(found, gate_file.GateFile)
     _show(found, out, again=False)
