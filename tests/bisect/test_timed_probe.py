@@ -315,9 +315,11 @@ def gate_file(
         row: {"outcome": "SLOWER", "ratio": ratio, "interval": [ratio, ratio], "sessions": 16}
         for row, ratio in ratios.items()
     }
+    decisions = [found["decision"] for found in findings]
+    worst = next((word for word in ("HOLD", "UNKNOWN") if word in decisions), "ADOPT")
     raw = {
-        "schema": GATE_SCHEMA, "lane": "cpu", "decision": "HOLD", "sides": sides, "findings": findings, "timed": timed,
-        "config": {"sessions": None},
+        "schema": GATE_SCHEMA, "lane": "cpu", "decision": worst, "sides": sides, "findings": findings, "timed": timed,
+        "config": {"sessions": None}, "finished": True,
     }  # fmt: skip
     (folder / "gate.json").write_text(json.dumps(raw | changes))
     return folder / "gate.json"
