@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 refused, 4 bad input, 125 the machine or an index failed, 
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import sys
@@ -53,7 +54,17 @@ GROUPS = {
     "findings": "Findings of the history: list, link to an issue, own.",
     "fleet": "Gates and bisects on the hosts of a Ray cluster.",
     "lanes": "Lanes: list them, write a new one, install an adopted set.",
-    "wheels": "Kernel wheels of a lane: plan, audit, fetch and build them.",
+    "wheels": "Kernel wheels of a lane: plan, audit and build them.",
+}
+
+
+FIXES = {
+    errno.ENOENT: "name a path that exists",
+    errno.EEXIST: "move it away, or name another path",
+    errno.ENOTDIR: "name a path below a folder",
+    errno.EISDIR: "name a file",
+    errno.EACCES: "change its permissions, or name another path",
+    errno.ENOSPC: "free space on the disk",
 }
 
 
@@ -133,7 +144,8 @@ def _main() -> NoReturn:
         _fail(f"bumpgate: {error}", error.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _fail(f"bumpgate: {where}{error.strerror or error}", 4)
+        fix = f"; {FIXES[error.errno]}" if error.errno in FIXES else ""
+        _fail(f"bumpgate: {where}{error.strerror or error}{fix}", 4)
     except Exception as error:
         # The module of typer's usage errors depends on its version; all of them have format_message().
         if not hasattr(error, "format_message"):

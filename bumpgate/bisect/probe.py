@@ -36,6 +36,7 @@ from bumpgate.gate.compare_rows import ValueChange, change
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.process.child import (
     SIGNALLED,
+    TOKEN,
     ChildFault,
     EndingKind,
     Interpreter,
@@ -56,11 +57,15 @@ from bumpgate.process.runner import (
 )
 
 READING, LOG, RECORD = "reading.json", "test.log", "record.json"
-IMPORT = """
+IMPORT = f"""
 import importlib, importlib.util, sys
+{TOKEN}
+did = []
 for name in sys.argv[1:]:
     if importlib.util.find_spec(name):
         importlib.import_module(name)
+    did.append(name)
+print(token(*did))
 """
 NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
 # Lines with an exception: the one after the frames of a traceback, and any that begins with the name of an error, as
@@ -249,7 +254,7 @@ def import_fault(environment: Environment, *packages: str) -> str:
         environment.python, environment.python.parent, child_environment(environment.python, None)
     )
     try:
-        child.run("-I", "-X", "faulthandler", "-c", IMPORT, *names, timeout=IMPORT_SECONDS)
+        child.prove("-I", "-X", "faulthandler", "-c", IMPORT, *names, did=names, timeout=IMPORT_SECONDS)
     except ChildFault as fault:
         return f"import {', '.join(names)}: {one_line(fault, 160)}"
     return ""

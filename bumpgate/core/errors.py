@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -67,6 +69,23 @@ def _printable(raw: Any) -> Any:
     if isinstance(raw, list):
         return [_printable(value) for value in raw]
     return printable(raw) if isinstance(raw, str) else raw
+
+
+@contextmanager
+def one_fault(what: str, kind: type[BumpgateError] = BumpgateError, fix: str = "") -> Iterator[None]:
+    """Report any fault of a foreign input in one line: `what (the fault); fix`. A BumpgateError passes unchanged.
+
+    Parsers raise many types on damaged input, such as zlib.error, csv.Error, IndexError and NotImplementedError.
+    """
+    try:
+        yield
+    except BumpgateError:
+        raise
+    except Exception as error:
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if isinstance(error, KeyError):
+            why = f"{error.args[0]} is missing" if " " not in str(error.args[0]) else str(error.args[0])
+        raise kind(one_line(f"{what} ({one_line(why, 120)}){fix and '; '}{fix}", 600)) from None
 
 
 def is_line(text: object) -> bool:

@@ -211,7 +211,7 @@ def run_cases(
     def run(wheel_and_case: tuple[str, str]) -> Fault | None:
         wheel, case = wheel_and_case
         try:
-            interpreter.run(*wheels[wheel].command, case, timeout=seconds)
+            interpreter.prove(*wheels[wheel].command, case, did=[case], timeout=seconds)
         except ChildFault as fault:
             return Fault(wheel, "run", f"{wheel} {case}: {fault}")
         return None

@@ -106,7 +106,7 @@ def _read(root: Path, key: str, request: Request) -> Environment | None:
         raw = json.loads(note.read_text(encoding="utf-8"))
         packages = {str(name): str(version) for name, version in raw["packages"].items()}
         os.utime(note)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     python = place / "bin" / "python"
     # The link dangles if the base interpreter has been uninstalled.

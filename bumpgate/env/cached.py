@@ -92,8 +92,9 @@ def installed_versions(root: Path) -> set[tuple[str, str]]:
 def _read(note: Path) -> dict[str, Any]:
     """Return the note of an environment; empty if it is damaged."""
     try:
-        return dict(json.loads(note.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        raw = dict(json.loads(note.read_text(encoding="utf-8")))
+        return raw | {"packages": dict(raw.get("packages", {}))}
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}
 
 
@@ -157,7 +158,7 @@ def budget(root: Path) -> int:
     if not text:
         return int(SHARE * (usage(root) + shutil.disk_usage(root).free))
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(?:i?B)?", text.strip(), re.IGNORECASE)
-    if found is None:
+    if found is None or len(found[1]) > 9:
         raise BumpgateError(f"--disk {text}: not a size (expected e.g. 40G)")
     return int(float(found[1]) * 2 ** UNITS[found[2].upper()])
 

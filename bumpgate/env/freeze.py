@@ -55,6 +55,11 @@ def command(
         name = every[0].name if every else "LANE"
         raise BumpgateError(f"no lane has a lock; name one: bumpgate freeze --lane {name}")
     for each in lanes:
+        try:
+            _ = each.lock
+        except LockError as error:
+            typer.echo(f"{error.args[0]}: all versions are chosen anew", err=True)
+            each = LaneContext(root, each.name, use_lock=False)
         old = each.lock.versions if each.lock else {}
         lock = freeze(each, candidate, upgrade=upgrade, index=index, find_links=tuple(find_links or ()))
         for line in changes(old, lock.versions):

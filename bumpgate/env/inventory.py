@@ -13,12 +13,14 @@ import inspect
 import io
 import zipfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packaging.utils import canonicalize_name
 
+from bumpgate.core.errors import BumpgateError, one_fault
 from bumpgate.process.child import Interpreter
 
 SECONDS = 60
@@ -30,7 +32,7 @@ def constants(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         body = ast.parse(text).body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return found
     for node in body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -162,22 +164,18 @@ def content_of(wheel: Path) -> str:
 
     Of one version there may be several builds, under the same file name.
     """
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            record = next(name for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
-            text = archive.read(record).decode("utf-8")
-    except (OSError, StopIteration, ValueError, zipfile.BadZipFile):
-        return ""
-    return _digest((line[0], line[1].partition("=")[2]) for line in csv.reader(io.StringIO(text)) if line[1:])
+    with suppress(BumpgateError), one_fault(wheel.name), zipfile.ZipFile(wheel) as archive:
+        record = next(name for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
+        lines = csv.reader(io.StringIO(archive.read(record).decode("utf-8")))
+        return _digest((line[0], line[1].partition("=")[2]) for line in lines if line[1:])
+    return ""
 
 
 def version_of(wheel: Path) -> dict[str, Any]:
     """Return what torch/version.py of a wheel of torch assigns; empty if it has none."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            return constants(archive.read(VERSION_FILE).decode("utf-8"))
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile):
-        return {}
+    with suppress(BumpgateError), one_fault(wheel.name), zipfile.ZipFile(wheel) as archive:
+        return constants(archive.read(VERSION_FILE).decode("utf-8"))
+    return {}
 
 
 def _digest(hashes: Iterable[tuple[str, str]]) -> str:

@@ -10,13 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
 from bumpgate.core import lanes
-from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, one_fault
 from bumpgate.core.lanes import Lane
+from bumpgate.core.text import redacted
 from bumpgate.core.toml import tomllib
 from bumpgate.env.locks import Lock, read_lock
 from bumpgate.env.packages import KernelWheel, PackageSet, Smoke, adopted
@@ -39,10 +40,14 @@ OF_TORCH = ("triton",)
 
 @dataclass(frozen=True)
 class LaneContext:
-    """A lane of the repository at `root`. Raises LaneError if the repository does not declare it."""
+    """A lane of the repository at `root`. Raises LaneError if the repository does not declare it.
+
+    use_lock: False for a lane whose lock cannot be read, as if it had none.
+    """
 
     root: Path
     name: str
+    use_lock: bool = True
 
     def __post_init__(self) -> None:
         _ = self.declared
@@ -76,7 +81,7 @@ class LaneContext:
     @cached_property
     def lock(self) -> Lock | None:
         """The adopted set, read once; None if the lane has no lock. Raises LockError."""
-        return read_lock(self.lock_path) if self.lock_path.exists() else None
+        return read_lock(self.lock_path) if self.use_lock and self.lock_path.exists() else None
 
     @cached_property
     def packages(self) -> PackageSet:
@@ -171,7 +176,7 @@ class LaneContext:
                 raise BumpgateError(
                     f"--find-links {place}: no such folder of wheels: name a folder, or the URL of a page"
                 )
-        lock = self.lock_path if self.lock_path.exists() else None
+        lock = self.lock_path if self.lock else None
         if candidate is None and locked and lock:
             request = Request(lock=lock, python=self.python, script=self.script, name=f"adopted {self.name}")
             return replace(request, **changes)
@@ -179,7 +184,7 @@ class LaneContext:
         exact = True
         forced: tuple[str, ...] = ()
         if candidate is not None:
-            chosen = _candidate(candidate)
+            chosen = _candidate(candidate, self.python)
             own = (r for r in map(Requirement, requirements) if _same_package(r, chosen))
             chosen.extras = chosen.extras.union(*(r.extras for r in own))
             exact = chosen.url is not None or _exact(chosen) is not None
@@ -258,28 +263,22 @@ def _exact(requirement: Requirement) -> str | None:
 
 
 def _file_requirements(root: Path, name: str) -> list[str]:
-    try:
+    with one_fault(
+        f"{name}: cannot be read", fix="restore it, or name another file as `requirements` of the lane"
+    ):
         lines = (root / name).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BumpgateError(
-            f"{name}: cannot be read ({getattr(error, 'strerror', None) or 'not text'})"
-        ) from None
     texts = [text for line in lines if (text := re.sub(r"(^|\s)#.*", "", line).strip())]
     for text in texts:
-        try:
+        with one_fault(f"{name}: {text!r} is not a requirement such as torch==2.13.0"):
             Requirement(text)
-        except InvalidRequirement:
-            raise BumpgateError(f"{name}: {text!r} is not a requirement such as torch==2.13.0") from None
     return texts
 
 
 def _extra_requirements(root: Path, lane: str) -> list[str]:
     """Return the requirements of an extra; of another project than bumpgate also its dependencies, as pip does."""
-    try:
+    with one_fault(f"pyproject.toml has no extra {lane!r}"):
         project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         extras = project["optional-dependencies"]
-    except (OSError, ValueError, KeyError) as error:
-        raise BumpgateError(f"pyproject.toml has no extra {lane!r} ({one_line(error, 80)})") from None
     if lane not in extras:
         raise BumpgateError(f"no extra {lane!r} in pyproject.toml; extras: {', '.join(sorted(extras))}")
 
@@ -293,18 +292,23 @@ def _extra_requirements(root: Path, lane: str) -> list[str]:
                 yield text
 
     own = project.get("dependencies", ()) if lanes.is_foreign(root) else ()
-    return list(dict.fromkeys((*own, *unfold(lane))))
+    with one_fault(
+        f"pyproject.toml: extra {lane!r} has an invalid requirement", fix="write it as in torch==2.13.0"
+    ):
+        return list(dict.fromkeys((*own, *unfold(lane))))
 
 
-def _candidate(text: str) -> Requirement:
-    try:
+def _candidate(text: str, python: str) -> Requirement:
+    with one_fault(f"invalid candidate {text!r}", fix="name a requirement such as torch==2.14.0"):
         if text.endswith(".whl") and "://" not in text:
             path = Path(text).expanduser().absolute()
             if not path.is_file():
                 raise BumpgateError(f"{text}: no such wheel file")
             return Requirement(f"{parse_wheel_filename(path.name)[0]} @ {path.as_uri()}")
-        return Requirement(text)
-    except (InvalidRequirement, InvalidWheelFilename) as error:
-        raise BumpgateError(
-            f"invalid candidate {text!r} (expected a requirement such as torch==2.14.0): {one_line(error, 80)}"
-        ) from None
+        found = Requirement(text)
+        here = {"python_version": python, "python_full_version": f"{python}.0"} if python != RUNNING else {}
+        if found.marker and not found.marker.evaluate({"extra": "", **here}):
+            raise BumpgateError(
+                f"candidate {redacted(text)}: its marker excludes Python {python} here: leave it out"
+            )
+        return found

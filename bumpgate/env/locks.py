@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from packaging.utils import canonicalize_name
+from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.version import Version
 
-from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, is_line, one_fault
 from bumpgate.core.lanes import FOLDER
 from bumpgate.core.toml import tomllib
 
 # A file's name without folders and line ends: it becomes a path of the store and a line of a Containerfile.
 WHEEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+!-]*\.whl")
 SHA256 = re.compile(r"[0-9a-f]{64}")
+FIX = "bumpgate freeze writes it"
 
 
 class LockError(BumpgateError):
@@ -69,28 +71,18 @@ def read_lock(path: Path) -> Lock:
     """Read a lock. Raises LockError (one line) if the file is missing or invalid, or a wheel has no sha256."""
     # The file of a lane is called as those of all lanes are.
     name = "/".join(path.parts[-3:]) if path.parts[-3:-2] == (FOLDER,) else path.name
-    try:
+    with one_fault(f"{name}: cannot be read", LockError, FIX):
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "not text"
-        raise LockError(f"{name}: cannot be read ({why}); bumpgate freeze writes it") from None
     packages = tuple(package for package, _ in parse_lock(name, text))
-    raw = tomllib.loads(text)
+    raw = _parsed(name, text)
     python = re.fullmatch(r"==(\d+\.\d+)\.\*", str(raw.get("requires-python", "")))
     return Lock(packages, python[1] if python else "", tuple(map(str, raw.get("environments", ()))))
 
 
 def parse_lock(name: str, text: str) -> list[tuple[Locked, dict[Wheel, str]]]:
     """Return the packages of a lock (ours or uv's), and the URL or path of each wheel. Raises LockError."""
-    try:
-        raw = tomllib.loads(text)
-        if raw.get("lock-version") != "1.0":
-            raise LockError(f"{name}: not a lock file of version 1.0 (PEP 751)")
-        return [_locked(name, entry) for entry in raw["packages"]]
-    except LockError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LockError(f"{name}: not a lock file ({one_line(error, 120)})") from None
+    with one_fault(f"{name}: not a lock file", LockError, FIX):
+        return [_locked(name, entry) for entry in _parsed(name, text)["packages"]]
 
 
 def pins(path: Path) -> list[str] | None:
@@ -100,7 +92,7 @@ def pins(path: Path) -> list[str] | None:
     build of the same version with a local label, which an index or a folder may hold too. Raises LockError.
     """
     lines = []
-    for entry in _entries(path):
+    for entry in _parsed(path.name, path.read_text(encoding="utf-8"))["packages"]:
         files = _files(entry)
         digests = sorted({str(file.get("hashes", {}).get("sha256", "")) for file in files})
         if not files or not all(map(SHA256.fullmatch, digests)):
@@ -116,11 +108,12 @@ def pins(path: Path) -> list[str] | None:
 
 def wheel_sizes(path: Path) -> dict[tuple[str, str], int]:
     """Return (package, version) -> bytes of its largest wheel, of those whose size the lock states."""
-    sizes: dict[tuple[str, str], int] = {}
-    for entry in _entries(path):
-        found = [int(file.get("size", 0)) for file in _files(entry)]
-        sizes[canonicalize_name(entry["name"]), str(entry.get("version", ""))] = max(found, default=0)
-    return sizes
+    return {
+        (canonicalize_name(entry["name"]), str(entry.get("version", ""))): max(
+            (int(file.get("size", 0)) for file in _files(entry)), default=0
+        )
+        for entry in _parsed(path.name, path.read_text(encoding="utf-8"))["packages"]
+    }
 
 
 def file_digests(path: Path) -> dict[str, list[str]]:
@@ -129,16 +122,25 @@ def file_digests(path: Path) -> dict[str, list[str]]:
         canonicalize_name(entry["name"]): sorted(
             str(file.get("hashes", {}).get("sha256", "")) for file in _files(entry)
         )
-        for entry in _entries(path)
+        for entry in _parsed(path.name, path.read_text(encoding="utf-8"))["packages"]
     }
 
 
-def _entries(path: Path) -> list[dict[str, Any]]:
-    """Return the packages of a lock (ours or uv's) as they are in the file. Raises LockError."""
-    try:
-        return list(tomllib.loads(path.read_text(encoding="utf-8"))["packages"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise LockError(f"{path.name}: not a lock file ({one_line(error, 120)})") from None
+def _parsed(name: str, text: str) -> dict[str, Any]:
+    """Parse a lock, ours or uv's. A name in it becomes a path, a line of a requirements file or of a Containerfile."""
+    with one_fault(f"{name}: not a lock file", LockError, FIX):
+        raw = tomllib.loads(text)
+        if raw.get("lock-version") != "1.0":
+            raise LockError(f"{name}: not a lock file of version 1.0 (PEP 751); {FIX}")
+        for entry in raw["packages"]:
+            package = canonicalize_name(entry["name"], validate=True)
+            Version(entry.get("version", "0"))
+            texts = [entry.get("marker", "-")]
+            for file in _files(entry):
+                texts += [str(file.get("url", "-")).replace(" ", "\n"), str(file.get("path", "-"))]
+            if not all(map(is_line, texts)):
+                raise ValueError(f"a marker, path or URL of {package} is not one line")
+    return dict(raw)
 
 
 def _files(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -146,19 +148,21 @@ def _files(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [*entry.get("wheels", ()), *([entry["archive"]] if "archive" in entry else ())]
 
 
+def _file_name(raw: Mapping[str, Any]) -> str:
+    last = str(raw.get("url") or raw["path"]).rsplit("/", 1)[-1]
+    return str(raw.get("name") or (unquote(last) if "url" in raw else last))
+
+
 def _locked(name: str, entry: Mapping[str, Any]) -> tuple[Locked, dict[Wheel, str]]:
     package, version = canonicalize_name(entry["name"]), str(entry["version"])
     places = {}
     for raw in _files(entry):
-        place = str(raw.get("url") or raw["path"])
-        last = place.rsplit("/", 1)[-1]
-        file = raw.get("name") or (unquote(last) if "url" in raw else last)
-        if not isinstance(file, str) or not WHEEL.fullmatch(file):
-            raise LockError(f"{name}: {file!r} is no name of a wheel file; freeze again")
-        sha256 = raw.get("hashes", {}).get("sha256", "")
+        file, sha256 = _file_name(raw), raw.get("hashes", {}).get("sha256", "")
+        if not WHEEL.fullmatch(file) or parse_wheel_filename(file)[0] != package:
+            raise LockError(f"{name}: {file!r} is not the name of a wheel of {package}; {FIX}")
         if not SHA256.fullmatch(sha256):
             raise LockError(f"{name}: {package} {version} has a wheel without its sha256; freeze again")
-        places[Wheel(file, sha256)] = place
+        places[Wheel(file, sha256)] = str(raw.get("url") or raw["path"])
     if not places:
         raise LockError(f"{name}: {package} {version} has no wheel; only wheels can be gated")
     return Locked(package, version, tuple(places)), places

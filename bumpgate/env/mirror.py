@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from email.parser import BytesParser
@@ -21,10 +22,10 @@ import typer
 from filelock import FileLock
 from packaging.markers import default_environment
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
-from packaging.version import InvalidVersion, Version
+from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.version import Version
 
-from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, one_fault
 from bumpgate.core.rows import write_atomic
 from bumpgate.core.text import redacted
 from bumpgate.env.request import RUNNING
@@ -44,6 +45,7 @@ from bumpgate.env.versions import (
 FOLDER, NAME = "nightlies", "mirror.json"
 FAILED = 125
 GB = 10**9
+MOST_GB = 10**6
 
 
 class MirrorError(BumpgateError):
@@ -90,7 +92,9 @@ class Mirror:
     @classmethod
     def read(cls, folder: Path, limit: int | None = None) -> Mirror:
         path = folder / NAME
-        try:
+        if not path.exists():
+            return cls(folder, limit)
+        with one_fault(f"{path}: not a mirror's list", MirrorError, "delete it"):
             raw = json.loads(path.read_text(encoding="utf-8"))
             nights = {
                 str(key): MirroredNight(
@@ -99,10 +103,6 @@ class Mirror:
                 for key, n in raw["nights"].items()
             }
             return cls(folder, limit, nights, {str(k): str(v) for k, v in raw["digests"].items()})
-        except FileNotFoundError:
-            return cls(folder, limit)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise MirrorError(f"{path}: not a mirror's list ({one_line(error, 80)}): delete it") from None
 
     def write(self) -> None:
         nights = {key: vars(n) | {"day": n.day.isoformat()} for key, n in self.nights.items()}
@@ -151,7 +151,7 @@ def command(
         str | None, typer.Option(help="URL of an index that takes precedence over the host's.")
     ] = None,
     python: Annotated[str, typer.Option(help="The Python whose wheels are copied.")] = RUNNING,
-    limit: Annotated[float | None, typer.Option(help="GB that the copies may take.", min=0.0)] = None,
+    limit: Annotated[float | None, typer.Option(help="GB that the copies may take.")] = None,
     url: Annotated[
         list[str] | None,
         typer.Option(
@@ -165,6 +165,8 @@ def command(
 
     Exit codes: 0 done, 4 bad input, or an index that cannot be reached, 125 a wheel could not be copied.
     """
+    if limit is not None and not 0 <= limit <= MOST_GB:
+        raise BumpgateError(f"--limit {limit:g}: must be a number of GB from 0 to {MOST_GB:g}")
     unlisted = _of_urls(url or (), package, python)
     folder = mirror_root()
     folder.mkdir(parents=True, exist_ok=True)
@@ -221,11 +223,9 @@ def _of_urls(urls: Iterable[str], package: str, python: str) -> dict[str, list[F
     """Return the wheels of direct URLs by package, with the digest if a URL ends in #sha256=. Raises MirrorError."""
     out: dict[str, list[FoundVersion]] = {}
     for url in urls:
-        parts = urlsplit(url)
-        try:
+        with one_fault(f"--url {url}: not the URL of a wheel", MirrorError):
+            parts = urlsplit(url)
             name, version, _, tags = parse_wheel_filename(unquote(parts.path.rsplit("/", 1)[-1]))
-        except (InvalidWheelFilename, InvalidVersion):
-            raise MirrorError(f"--url {redacted(url)}: not the URL of a wheel") from None
         if tags.isdisjoint(tag_ranks(python)):
             raise MirrorError(f"--url {redacted(url)}: not a wheel for Python {python} on this platform")
         if name == canonicalize_name(package) and build_day(str(version)) is None:
@@ -295,12 +295,10 @@ def _copy(
 
 def _pins(wheel: Path, extras: frozenset[str], python: str) -> Iterator[Requirement]:
     """Yield what a wheel requires in one version (triton, CUDA), by its metadata, on this platform."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-            metadata = BytesParser().parsebytes(archive.read(name))
-    except (zipfile.BadZipFile, StopIteration, OSError, KeyError) as error:
-        raise MirrorError(f"{wheel.name}: not a wheel ({one_line(error, 80)})") from None
+    fix = "delete it, so that the next call copies it again"
+    with one_fault(f"{wheel.name}: not a wheel", MirrorError, fix), zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = BytesParser().parsebytes(archive.read(name))
     environment: dict[str, Any] = {**default_environment(), "python_version": python}
     for text in metadata.get_all("Requires-Dist") or ():
         try:
@@ -358,14 +356,10 @@ def _fetch(mirror: Mirror, name: str, found: FoundVersion, day: date) -> None:
 def _finish(mirror: Mirror, partial: Path, name: str, sha256: str) -> None:
     """Check a copy and give it its name. A wheel without a stated digest is checked by its own CRCs."""
     digest = sha256_of(partial)
-    try:
-        if sha256:
-            whole = digest == sha256
-        else:
-            with zipfile.ZipFile(partial) as archive:
-                whole = archive.testzip() is None
-    except zipfile.BadZipFile:
-        whole = False
+    whole = digest == sha256
+    if not sha256:
+        with suppress(BumpgateError), one_fault(name), zipfile.ZipFile(partial) as archive:
+            whole = archive.testzip() is None
     if not whole:
         partial.unlink()
         raise MirrorError(

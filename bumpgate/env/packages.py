@@ -41,7 +41,10 @@ class Label:
 
 @dataclass(frozen=True)
 class Smoke:
-    """Smoke test of a kernel wheel: `python *command case`, a process for each case. device: "cpu" or "cuda"."""
+    """Smoke test of a kernel wheel: `python *command case`, a process for each case. device: "cpu" or "cuda".
+
+    The program prints the SHA-256 of its case (bumpgate.process.child.token) once it has checked the result.
+    """
 
     command: tuple[str, ...]
     cases: tuple[str, ...]

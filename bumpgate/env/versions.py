@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
@@ -19,10 +19,10 @@ from urllib.parse import unquote, urlsplit
 import typer
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.tags import Tag, compatible_tags, cpython_tags, platform_tags, sys_tags
-from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
-from packaging.version import InvalidVersion, Version
+from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.version import Version
 
-from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, one_fault, one_line
 from bumpgate.core.text import redacted
 from bumpgate.env import store
 from bumpgate.env.request import RUNNING
@@ -86,7 +86,7 @@ def versions(
     for file in files:
         try:
             name, version, build, tags = parse_wheel_filename(file.filename)
-        except (InvalidWheelFilename, InvalidVersion):
+        except ValueError:
             continue
         if name != canonicalize_name(package):
             continue
@@ -102,7 +102,7 @@ def versions(
         raise VersionsError(
             f"{package}: no wheel for Python {python} here; {others} for others"
             if others
-            else f"{package}: none found"
+            else f"{package}: none found: check the name, or name the index that has it with --index"
         )
     found = in_order(found for _, found in best.values())
     return [f for f in found if (pre or not Version(f.version).is_prerelease) and _within(f, since, until)]
@@ -166,8 +166,10 @@ def _of_commit(version: Version) -> bool:
 
 
 def _found(version: Version, file: DistributionPackage) -> FoundVersion:
-    uploaded = file.upload_time
-    day = build_day(str(version)) or (uploaded.astimezone(timezone.utc).date() if uploaded else None)
+    uploaded = None
+    with suppress(OverflowError):  # at the ends of the calendar
+        uploaded = file.upload_time.astimezone(timezone.utc).date() if file.upload_time else None
+    day = build_day(str(version)) or uploaded
     yanked = (file.yanked_reason or "") if file.is_yanked else None
     return FoundVersion(str(version), day, yanked, file.url, file.digests.get("sha256", "").lower())
 
@@ -231,9 +233,10 @@ def _page(package: str, url: str) -> list[DistributionPackage] | None:
 
     if folder := local_path(url):
         page = folder / canonicalize_name(package) / "index.html"
-        if not folder.is_dir():
-            raise UnreachableError(f"{folder}: no such index folder")
-        return _linked(page.read_bytes(), page.as_uri(), package) if page.is_file() else None
+        if not any(folder.glob("*/index.html")):
+            raise UnreachableError(f"{folder}: no such index folder: it has no folders PACKAGE/index.html")
+        with one_fault(f"{page}: not a page of an index", UnreachableError):
+            return _linked(page.read_bytes(), page.as_uri(), package) if page.is_file() else None
     address = f"{url.rstrip('/')}/{canonicalize_name(package)}/"
     with _answer(address, ACCEPT_JSON_PREFERRED) as answer:
         if answer.status_code == 404:
@@ -248,17 +251,11 @@ def _page(package: str, url: str) -> list[DistributionPackage] | None:
 def _answer(url: str, accept: str) -> Iterator[requests.Response]:
     """Yield the response of an index. A failure, also while the response is read, is an UnreachableError."""
     import requests
-    from pypi_simple.errors import UnsupportedContentTypeError, UnsupportedRepoVersionError
 
     with requests.Session() as session:
         try:
             yield session.get(url, headers={"Accept": accept}, **http_options())
-        except (
-            requests.RequestException,
-            UnsupportedContentTypeError,
-            UnsupportedRepoVersionError,
-            ValueError,
-        ) as error:
+        except Exception as error:  # of the connection, or of whichever parser reads the answer
             raise UnreachableError(f"{redacted(url)} does not answer: {_why(error)}") from None
 
 

@@ -51,11 +51,12 @@ def changed(root: Path, base: str) -> set[str]:
 
     Raises AffectedError if git cannot compare with it, or if it is a range, whose end is not the work tree.
     """
-    names = _git(root, "diff", "--name-only", "-z", "--no-renames", base, "--")
+    _git(root, "rev-parse", "--git-dir")
     try:
-        _git(root, "rev-parse", "--verify", f"{base}^{{commit}}")
-    except AffectedError:
+        (commit,) = _git(root, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}")
+    except (AffectedError, ValueError):
         raise AffectedError(f"--affected {base}: not one commit; name the commit to compare with") from None
+    names = _git(root, "diff", "--name-only", "-z", "--no-renames", commit.strip(), "--")
     return {*names, *_git(root, "ls-files", "-z", "--others", "--exclude-standard")}
 
 

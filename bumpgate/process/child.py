@@ -6,6 +6,7 @@ has started is killed with it. A child that may outlive a killed bumpgate runs u
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -198,6 +199,14 @@ class Interpreter:
         """
         return run([str(self.python), *arguments], self.root, {**self.environment, **extra}, timeout)
 
+    def prove(self, *arguments: str, did: Sequence[str], timeout: float) -> None:
+        """Run a program that prints `token(*did)` at its end. Raises ChildFault, also if it did not print it.
+
+        Exit code 0 alone proves nothing: any module that the program imports can end the process.
+        """
+        if token(*did) not in self.run(*arguments, timeout=timeout).splitlines():
+            raise ChildFault("ended with exit code 0 before it had done its work")
+
     def json(self, *arguments: str, timeout: float, extra: Mapping[str, str] = {}) -> Any:
         """Parse the last line that the child prints as JSON. Raises ChildFault."""
         printed = self.run(*arguments, timeout=timeout, extra=extra).strip().splitlines()
@@ -206,6 +215,17 @@ class Interpreter:
         except (IndexError, json.JSONDecodeError):
             last = f": {one_line(printed[-1], 80)}" if printed else ""
             raise ChildFault(f"printed no result{last}") from None
+
+
+def token(*did: str) -> str:
+    """Return the line that a child prints once it has done everything: a digest of what that was."""
+    import hashlib
+
+    return hashlib.sha256("\n".join(did).encode()).hexdigest()
+
+
+# For programs that run where bumpgate is not installed.
+TOKEN = inspect.getsource(token)
 
 
 def require_syntax(command: str) -> None:

@@ -22,17 +22,17 @@ from dataclasses import dataclass, replace
 from email.parser import Parser
 from pathlib import Path
 
-from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
-from packaging.version import InvalidVersion, Version
+from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.version import Version
 
-from bumpgate.core.errors import one_line
+from bumpgate.core.errors import BumpgateError, is_line, one_fault
 from bumpgate.doctor import abi
 from bumpgate.doctor.abi import Fault
 from bumpgate.env.inventory import Distribution, Inventory
 from bumpgate.env.packages import Smoke, label_of, same_minor
 from bumpgate.env.store import sha256_of
 from bumpgate.env.versions import tag_ranks
-from bumpgate.process.child import ChildFault, Interpreter
+from bumpgate.process.child import TOKEN, ChildFault, Interpreter
 
 IMPORT_SECONDS = 120
 # The machine field of an ELF header.
@@ -42,14 +42,18 @@ FATBIN, HEADER, ENTRY = b"\x50\xed\x55\xba", struct.Struct("<4xHHQ"), struct.Str
 PTX, CUBIN = 1, 2
 # Imports every module of a wheel's top level after torch. A dependency missing from the environment is not counted
 # as a fault of the wheel.
-IMPORT = """
+IMPORT = f"""
 import importlib, sys, torch
+{TOKEN}
+did = []
 for name in sys.argv[1:]:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in sys.argv[1:]:
             raise
+    did.append(name)
+print(token(*did))
 """
 
 
@@ -100,18 +104,15 @@ def audit(
     sha256: the expected hash, if known. built_for: the torch that it was compiled against, if a reviewed source states
     it. smoke: the cases that run it. Raises ToolError if binutils are missing.
     """
-    faults = list(_file_faults(path, package, target, sha256))
-    if faults:
-        return Audit(path, tuple(faults))
+    if fault := _file_fault(path, package, target, sha256):
+        return Audit(path, (fault,))
     with tempfile.TemporaryDirectory(prefix="bumpgate-wheel-") as folder:
         place = Path(folder)
         with zipfile.ZipFile(path) as archive:
             archive.extractall(place)
         wheel = _distribution(place, path)
-        faults = [*_binary_faults(wheel, target), *abi.audit(wheel, target.found)]
-        if faults:
-            return Audit(path, tuple(faults))
-        return _run(path, wheel, place, target, built_for, smoke)
+        faults = (*_binary_faults(wheel, target), *abi.audit(wheel, target.found))
+        return Audit(path, faults) if faults else _run(path, wheel, place, target, built_for, smoke)
 
 
 def _run(
@@ -120,8 +121,9 @@ def _run(
     """Import the wheel and run its cases, in separate processes."""
     source = f"{place}{os.pathsep}{target.interpreter.root}"
     child = replace(target.interpreter, environment={**target.interpreter.environment, "PYTHONPATH": source})
+    modules = _top_level(place)
     try:
-        child.run("-c", IMPORT, *_top_level(place), timeout=IMPORT_SECONDS)
+        child.prove("-c", IMPORT, *modules, did=modules, timeout=IMPORT_SECONDS)
     except ChildFault as fault:
         return Audit(path, (Fault(wheel.name, "import", f"{path.name} does not import: {fault}"),))
     ran = smoke is not None and smoke.device in target.devices
@@ -144,70 +146,55 @@ def _run(
     return Audit(path, (), (*notes, *(() if ran else ("not run over shapes of the model: no device here",))))
 
 
-def _file_faults(path: Path, package: str, target: Target, sha256: str) -> Iterator[Fault]:
-    """Yield the faults of the file itself: its bytes, its name, its tags, and its list of contents."""
+def _file_fault(path: Path, package: str, target: Target, sha256: str) -> Fault | None:
+    """Return the first fault of the file itself: its bytes, its name, its list of contents, and its tags."""
     name = canonicalize_name(package)
-
-    def fault(kind: str, reason: str) -> Fault:
-        return Fault(name, kind, f"{path.name}: {reason}")
-
-    if sha256 and (found := sha256_of(path)) != sha256:
-        yield fault("hash", f"sha256 {found[:12]}..., expected {sha256[:12]}...")
-        return
+    kind = "file"
     try:
-        claimed, version, _, tags = parse_wheel_filename(path.name)
-        with zipfile.ZipFile(path) as archive:
-            if (broken := archive.testzip()) is not None:
-                yield fault("file", f"{broken} is corrupt")
-                return
-            yield from (fault("file", reason) for reason in _contents(archive, claimed, version))
-    except (InvalidWheelFilename, zipfile.BadZipFile, OSError, EOFError, KeyError, ValueError) as error:
-        yield fault("file", f"not a complete wheel ({one_line(error, 100)})")
-        return
-    if claimed != name:
-        yield fault("file", f"the name of another package than {name}")
-    if not tags & tag_ranks(target.python).keys():
-        yield fault("tag", f"not for Python {target.python} on this platform")
+        if sha256 and (found := sha256_of(path)) != sha256:
+            kind = "hash"
+            raise BumpgateError(f"sha256 {found[:12]}..., expected {sha256[:12]}...")
+        with one_fault("not a complete wheel"):
+            claimed, version, _, tags = parse_wheel_filename(path.name)
+            with zipfile.ZipFile(path) as archive:
+                _check_contents(archive, claimed, version)
+        if claimed != name:
+            raise BumpgateError(f"the name of another package than {name}")
+        if not tags & tag_ranks(target.python).keys():
+            kind = "tag"
+            raise BumpgateError(f"not for Python {target.python} on this platform")
+    except BumpgateError as fault:
+        return Fault(name, kind, f"{path.name}: {fault}")
+    return None
 
 
-def _contents(archive: zipfile.ZipFile, name: str, version: Version) -> Iterator[str]:
-    """Yield the differences between a wheel's file name, its metadata, its RECORD and its files."""
-    files = {info.filename for info in archive.infolist() if not info.is_dir()}
+def _check_contents(archive: zipfile.ZipFile, name: str, version: Version) -> None:
+    """Raise BumpgateError if a wheel's file name, its metadata, its RECORD and its files differ."""
+    names = [entry.filename for entry in archive.infolist() if not entry.is_dir()]
+    files = set(names)
+    for file in names:
+        if file.startswith("/") or "\\" in file or ".." in file.split("/") or not is_line(file):
+            raise BumpgateError(f"its member {file!r} is outside of the wheel")
     infos = {file.split("/")[0] for file in files if file.split("/")[0].endswith(".dist-info")}
-    if len(infos) != 1:
-        yield f"{len(infos)} dist-info folders (expected one)"
-        return
+    if len(infos) != 1 or len(names) != len(files):
+        raise BumpgateError(f"{len(infos)} dist-info folders and {len(names) - len(files)} repeated names")
     info = infos.pop()
     metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode("utf-8"))
-    try:
-        own = canonicalize_name(str(metadata["Name"])), Version(str(metadata["Version"]))
-    except InvalidVersion as error:
-        yield one_line(error)
-        return
+    own = canonicalize_name(str(metadata["Name"])), Version(str(metadata["Version"]))
     if own != (name, version):
-        yield f"its metadata is of {own[0]} {own[1]}"
-    record = {
-        row[0]: row[1]
-        for row in csv.reader(io.StringIO(archive.read(f"{info}/RECORD").decode("utf-8")))
-        if row
-    }
+        raise BumpgateError(f"its metadata is of {own[0]} {own[1]}")
+    lines = csv.reader(io.StringIO(archive.read(f"{info}/RECORD").decode("utf-8")))
+    record = {line[0]: line[1] for line in lines if line}
     signatures = {f"{info}/RECORD", f"{info}/RECORD.jws", f"{info}/RECORD.p7s"}
     if absent := sorted(record.keys() - files - signatures):
-        yield f"{absent[0]} of its RECORD is not in the archive"
-        return
+        raise BumpgateError(f"{absent[0]} of its RECORD is not in the archive")
     for file in sorted(files - signatures):
         algorithm, _, digest = record.get(file, "").partition("=")
         if algorithm not in ("sha256", "sha384", "sha512"):
-            yield f"{file} is not in its RECORD"
-            return
-        real = (
-            base64.urlsafe_b64encode(hashlib.new(algorithm, archive.read(file)).digest())
-            .rstrip(b"=")
-            .decode()
-        )
-        if real != digest:
-            yield f"{file} does not match its RECORD"
-            return
+            raise BumpgateError(f"{file} is not in its RECORD")
+        real = base64.urlsafe_b64encode(hashlib.new(algorithm, archive.read(file)).digest())
+        if real.rstrip(b"=").decode() != digest:
+            raise BumpgateError(f"{file} does not match its RECORD")
 
 
 def _distribution(place: Path, path: Path) -> Distribution:

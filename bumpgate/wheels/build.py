@@ -28,7 +28,7 @@ from bumpgate.process.child import Interpreter, run_child
 from bumpgate.process.home import home
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target, audit
-from bumpgate.wheels.store import Build, Stored
+from bumpgate.wheels.store import Build
 
 # Build requirements of a package in addition to torch.
 TOOLS = ("setuptools", "wheel", "ninja", "packaging", "psutil", "numpy", "einops")
@@ -77,9 +77,7 @@ class Limits:
     memory_gib: float = 0.0
 
 
-def build_wheel(
-    build: Build, target: Target, sdist: Path, limits: Limits, patch: Path | None = None
-) -> Stored:
+def build_wheel(build: Build, target: Target, sdist: Path, limits: Limits, patch: Path | None = None) -> Path:
     """Compile one package against the torch of an environment, and put the wheel into the kernel store.
 
     sdist: its source archive; patch: an edit of it, as `git diff` writes one. Raises WheelBuildError with the log on a

@@ -139,37 +139,14 @@ def build_command(
     for name in names:
         spec = build_of(context, wheels[name], target)
         if kept := store.find(spec):
-            typer.echo(f"{name} {spec.version}: kept: {kept.path}")
+            typer.echo(f"{name} {spec.version}: kept: {kept}")
             continue
         try:
             source = sdist or download_sdist(spec)
             limits = Limits(jobs, 3600 * hours, memory)
             made = build_wheel(spec, target, source, limits, context.patch(wheels[name]))
-            typer.echo(f"{name} {spec.version}: built: {made.path}")
+            typer.echo(f"{name} {spec.version}: built: {made}")
         except WheelBuildError as error:
             typer.echo(f"{error}", err=True)
             failed = True
     raise typer.Exit(1 if failed else 0)
-
-
-@app.command("fetch")
-def fetch_command(
-    lane: Lane,
-    source: Annotated[str, typer.Option("--from", help="A kernel store: a directory, or its https address.")],
-    torch: Torch = "",
-    python: Python = "",
-) -> None:
-    """Copy the wheels that were built for this lane and torch into the kernel store, checksummed.
-
-    Exit codes: 0 all were found, 1 the store lacks one, 4 bad input or a hash mismatch, 125 no environment.
-    """
-    context = LaneContext(find_root(Path.cwd()), lane)
-    (target,) = targets(context, [torch] if torch else [], python, None)
-    lacking = False
-    for wheel in context.packages.known_wheels:
-        found = store.fetch(build_of(context, wheel, target), source)
-        lacking = lacking or found is None
-        typer.echo(
-            f"{wheel.name} {wheel.version}: {found.path if found else 'not found for ' + _title(target)}"
-        )
-    raise typer.Exit(1 if lacking else 0)

@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from bumpgate.core.errors import BumpgateError
+from bumpgate.core.errors import BumpgateError, one_fault
 from bumpgate.doctor import abi
 from bumpgate.doctor.checks import driver_version
 from bumpgate.env import store as wheel_store
@@ -89,17 +89,13 @@ def _choose(lane: LaneContext, wheel: KernelWheel, target: Target, offered: Sequ
 
 
 def audited(file: WheelFile, package: str, target: Target, smoke: Smoke | None) -> Audit:
-    """Audit one wheel file; an unreadable one is a fault of the file."""
+    """Audit one wheel file. Anything that goes wrong with it is a fault of the file: others are audited after it."""
     try:
-        return audit(
-            file.path,
-            package,
-            target,
-            sha256=file.sha256,
-            built_for=file.built_for,
-            smoke=smoke,
-        )
-    except (abi.ToolError, OSError) as error:
+        with one_fault("cannot be audited"):
+            return audit(
+                file.path, package, target, sha256=file.sha256, built_for=file.built_for, smoke=smoke
+            )
+    except BumpgateError as error:
         return Audit(file.path, (abi.Fault(package, "file", f"{file.path.name}: {error}"),))
 
 
@@ -125,7 +121,7 @@ def _wheel_files(
 ) -> Iterator[WheelFile]:
     """Yield the kernel store's wheel for this target, then the adopted one, then those of the folders and pages."""
     if stored := store.find(build_of(lane, wheel, target)):
-        yield WheelFile(stored.path, stored.sha256, target.found.torch_version)
+        yield WheelFile(stored, built_for=target.found.torch_version)
     packages = lane.lock.packages if lane.lock else ()
     locked = [p for p in packages if p.name == wheel.name and _is_version(p.version, wheel)]
     adopted = {w.file: w for package in locked for w in package.wheels}

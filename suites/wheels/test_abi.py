@@ -38,7 +38,10 @@ RIGHT = {
     "fake_strings": ("1", "cpu:1"),
     "fake_twin": ("1", "cpu:1"),
 }
-CASE = "import {0}; found = str({0}.run({1})); assert found == '{2}', found"
+CASE = (
+    "import {0}, hashlib, sys; found = str({0}.run({1})); assert found == '{2}', found; "
+    "print(hashlib.sha256(sys.argv[1].encode()).hexdigest())"
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +71,7 @@ def faults(name: str, installed: Inventory) -> Mapping[str, abi.Fault]:
 
 
 def runs(name: str, interpreter: Interpreter) -> list[abi.Fault]:
-    smoke = Smoke(("-c",), (CASE.format(name, *RIGHT[name]),), "cpu")
+    smoke = Smoke(("-c", CASE.format(name, *RIGHT[name])), ("1",), "cpu")
     return list(abi.run_cases({name: smoke}, interpreter, seconds=120))
 
 
@@ -235,9 +238,9 @@ def test_missing_function_of_the_stable_abi_is_reported(
 @lanes("cpu")
 def test_crash_or_hang_fails_only_its_own_case(lane: Lane) -> None:
     programs = ("pass", "import os; os.abort()", "import time; time.sleep(60)", "print('still run')")
-    found = list(
-        abi.run_cases({"w": Smoke(("-c",), programs, "cpu")}, Interpreter(Path(sys.executable), ROOT), 3.0)
-    )
+    prove = "import hashlib, sys; exec(sys.argv[1]); print(hashlib.sha256(sys.argv[1].encode()).hexdigest())"
+    smoke = Smoke(("-c", prove), programs, "cpu")
+    found = list(abi.run_cases({"w": smoke}, Interpreter(Path(sys.executable), ROOT), 3.0))
     assert [f.reason.rpartition(": ")[2] for f in found] == ["killed by SIGABRT", "no answer in 3 s"]
 
 

@@ -364,13 +364,17 @@ def test_setting_without_effect_is_reported(machine: Machine) -> None:
     assert f"{name} is None where" in findings[0].reason
 
 
-SMOKE = """[wheels.pytest]
+SMOKE = '''[wheels.pytest]
 torch = "2.13.0"
 [wheels.pytest.smoke]
-command = ["-c", "import os, sys; os.abort() if sys.argv[1] == 'crash' else print('computed')"]
+command = ["-c", """
+import hashlib, os, sys
+case = sys.argv[1]
+os.abort() if case == 'crash' else os._exit(0) if case == 'exit' else print(hashlib.sha256(case.encode()).hexdigest())
+"""]
 device = "{}"
-cases = ["fine", "crash", "fine too"]
-"""
+cases = ["fine", "crash", "exit", "fine too"]
+'''
 
 
 @planted("C39", "an installed wheel that crashes on one of its shapes")
@@ -380,7 +384,10 @@ def test_installed_wheel_is_smoke_tested(machine: Machine) -> None:
     checks = [check for check in CHECKS if check.code == "BG402"]
     path.write_text(whole + SMOKE.format("cpu"))
     findings = machine.examine(checks=checks)
-    assert [(f.code, f.reason) for f in findings] == [("BG402", "pytest crash: killed by SIGABRT")]
+    assert [(f.code, f.reason) for f in findings] == [
+        ("BG402", "pytest crash: killed by SIGABRT"),
+        ("BG402", "pytest exit: ended with exit code 0 before it had done its work"),
+    ]
     assert findings[0].fix.endswith(" pytest")
     path.write_text(whole + SMOKE.format("cuda"))
     (idle,) = machine.examine(checks=checks)

@@ -143,6 +143,20 @@ def test_freeze_keeps_versions_without_upgrade(
     assert freeze("--lane", "cpu", "--upgrade")[1].splitlines()[0] == "  helper 1.0 -> 2.0"
 
 
+@pytest.mark.parametrize(
+    "damage", ["", "{", 'lock-version = "1.0"\n[[packages]]\nname = "x\\ny"\nversion = "1"\n']
+)
+def test_freeze_writes_a_damaged_lock_again(freeze: Freeze, tree: Path, damage: str) -> None:
+    freeze("--lane", "cpu")
+    path = lane_lock(tree, "cpu")
+    whole = path.read_text()
+    path.write_text(damage)
+    code, out, err = freeze("--lane", "cpu")
+    assert (code, path.read_text()) == (0, whole), err
+    assert "all versions are chosen anew" in err
+    assert "froze 3 packages" in out
+
+
 @pytest.mark.parametrize("fault", ["500", "file gone", "unknown", "no lane", "no lock"])
 def test_failed_freeze_is_one_line_and_changes_nothing(
     fault: str, freeze: Freeze, index: LocalIndex, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -107,8 +107,16 @@ def test_changed_lists_edited_new_and_deleted_files(tree: Path) -> None:
 
 
 def test_unknown_commit_is_one_line(tree: Path) -> None:
-    with pytest.raises(affected.AffectedError, match=r"^--affected: .*no-such-commit"):
+    with pytest.raises(affected.AffectedError, match=r"^--affected no-such-commit: not one commit"):
         affected.changed(tree, "no-such-commit")
+
+
+def test_base_is_never_an_option_of_git(tree: Path) -> None:
+    victim = tree / "victim"
+    victim.write_text("kept")
+    with pytest.raises(affected.AffectedError, match="not one commit"):
+        affected.changed(tree, f"--output={victim}")
+    assert victim.read_text() == "kept"
 
 
 @pytest.mark.parametrize("base", ["HEAD~1..HEAD", "HEAD~1...HEAD", "HEAD^!"])
@@ -170,4 +178,4 @@ def test_affected_option_selects_tests_of_a_lane_run(project: Project) -> None:
     assert "deselected under --gate" in refused.out
     unknown = project.pytest("-m", "cpu", "-n", "0", "--affected", "no-such-commit")
     assert unknown.code == 4
-    assert "ERROR: --affected: " in unknown.err
+    assert "ERROR: --affected no-such-commit: not one commit" in unknown.err

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.process.child import (
+    TOKEN,
     ChildFault,
     Interpreter,
     LoggedChild,
@@ -82,6 +83,25 @@ def test_fault_of_a_child_is_one_line(python: Interpreter, program: str, words: 
     with pytest.raises(ChildFault) as fault:
         python.json("-S", "-c", program, timeout=2 if "sleep" in program else 60)
     assert str(fault.value) == words
+
+
+@pytest.mark.parametrize(
+    ("end", "fault"),
+    [
+        ("print(token('a', 'b')); print('more')", ""),
+        ("print(token('a')); print(token('b'))", "before it had done"),
+        ("os._exit(0)", "before it had done"),
+        ("raise SystemExit(0)", "before it had done"),
+        ("print(token('a', 'b')); raise SystemExit('wrong')", "exit 1: wrong"),
+    ],
+)
+def test_exit_code_alone_proves_nothing(python: Interpreter, end: str, fault: str) -> None:
+    program = f"import os\n{TOKEN}\n{end}"
+    if fault:
+        with pytest.raises(ChildFault, match=fault):
+            python.prove("-S", "-c", program, did=("a", "b"), timeout=60)
+    else:
+        python.prove("-S", "-c", program, did=("a", "b"), timeout=60)
 
 
 def test_missing_program_is_a_fault(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ TABLES = (
     FAST.format(torch="2.0.0")
     + """sdist = "{sdist}"
 [wheels.fast.smoke]
-command = ["-c", "import fast, sys; found = fast.run(int(sys.argv[1])); assert found == 'cpu:' + sys.argv[1], found"]
+command = ["-c", "import fast, hashlib, sys; found = fast.run(int(sys.argv[1])); \
+assert found == 'cpu:' + sys.argv[1], found; print(hashlib.sha256(sys.argv[1].encode()).hexdigest())"]
 cases = ["1", "3"]
 device = "cpu"
 """
@@ -54,6 +55,7 @@ GONE = ("namespace c10 { void gone_since_then(int); }", "c10::gone_since_then(1)
 CRASH_OF_3 = (
     "from fast import _C\ndef run(n):\n    if n == 3:\n        import os; os.abort()\n    return _C.run(n)\n"
 )
+EXIT_OF_3 = CRASH_OF_3.replace("abort()", "_exit(0)")
 
 
 @pytest.fixture(scope="module")
@@ -119,12 +121,15 @@ INVALID_WHEELS: dict[str, tuple[str, dict[str, object], Callable[[Path], None] |
     "wrong suffix": ("right", {"library": "_C.cpython-27-x86_64-linux-gnu.so"}, None, "not for Python"),
     "wrong hash": ("right", {}, other_sum, "expected 000000000000"),
     "import-time crash": ("right", {"init": "import os; os.abort()\n"}, None, "does not import: killed by SIGABRT"),
+    "import-time exit": ("right", {"init": "import os; os._exit(0)\n"}, None, "before it had done its work"),
+    "import-time SystemExit": ("right", {"init": "raise SystemExit(0)\n"}, None, "before it had done its work"),
+    "shape-dependent exit": ("right", {"init": EXIT_OF_3}, None, "fast 3: ended with exit code 0"),
     "shape-dependent crash": ("right", {"init": CRASH_OF_3}, None, "fast 3: killed by SIGABRT"),
     "moved field": ("moved field", {}, None, "fast 1: exit 1: AssertionError: cpu:0"),
 }  # fmt: skip
 
 
-@planted("C39", "seventeen invalid kernel wheels")
+@planted("C39", "twenty invalid kernel wheels")
 @pytest.mark.parametrize("fault", INVALID_WHEELS)
 def test_plan_refuses_an_invalid_wheel(
     fault: str, built: dict[str, bytes], tree: Path, target: Target
@@ -231,7 +236,7 @@ BUILD = store.Build("fast", "1.0", "a" * 64, "2.13.0", "b" * 40, "13.0", 90, "3.
 
 
 @pytest.fixture
-def stored(built: dict[str, bytes], tmp_path: Path) -> store.Stored:
+def stored(built: dict[str, bytes], tmp_path: Path) -> Path:
     return store.put(BUILD, wheel(tmp_path, built["right"]), tmp_path / "there")
 
 
@@ -251,42 +256,21 @@ def test_build_key_covers_what_determines_the_binary(changed: dict[str, object])
     assert replace(BUILD, torch="2.13.0+cu130").key == BUILD.key
 
 
-def test_fetch_copies_a_wheel_and_verifies_its_hash(stored: store.Stored, tmp_path: Path) -> None:
-    there, here = str(tmp_path / "there"), tmp_path / "here"
-    fetched = store.fetch(BUILD, there, here)
-    assert fetched == store.find(BUILD, here)
-    assert fetched is not None
-    assert fetched.sha256 == stored.sha256 == sha256_of(fetched.path)
-    assert store.fetch(replace(BUILD, python="3.11"), there, here) is None
-    stored.path.write_bytes(b"other bytes")
-    for root in (here, tmp_path / "nowhere"):
-        with pytest.raises(StoreError, match=r"sha256 .* has"):
-            store.fetch(BUILD, there, root)
-    assert store.find(BUILD, here) == fetched, "what was there stays"
+def test_stored_wheel_is_found_by_its_key_and_verified(stored: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    assert store.find(BUILD, there) == stored
+    assert store.find(replace(BUILD, python="3.11"), there) is None
+    stored.write_bytes(b"other bytes")
     with pytest.raises(StoreError, match="does not match its wheel"):
-        store.find(BUILD, tmp_path / "there")
-
-
-def test_fetch_reads_a_store_over_http(stored: store.Stored, tmp_path: Path) -> None:
-    server = subprocess.Popen(
-        [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "-d", tmp_path / "there"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert server.stdout is not None
-        port = server.stdout.readline().split(" port ")[1].split()[0]
-        place = f"http://127.0.0.1:{port}/"
-        fetched = store.fetch(BUILD, place, tmp_path / "here")
-        assert fetched is not None
-        assert fetched.path.read_bytes() == stored.path.read_bytes()
-        assert store.fetch(replace(BUILD, arch=80), place, tmp_path / "here") is None
-    finally:
-        server.kill()
-        server.communicate()
-    with pytest.raises(StoreError, match="cannot be fetched"):
-        store.fetch(BUILD, place, tmp_path / "here")
+        store.find(BUILD, there)
+    note = stored.parent / store.NOTE
+    for text, words in (
+        ("[", "not a note"),
+        (note.read_text().replace('"3.12"', '"3.13"'), "of another build"),
+    ):
+        note.write_text(text)
+        with pytest.raises(StoreError, match=words):
+            store.find(BUILD, there)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -311,8 +295,6 @@ def test_wheels_commands_print_and_exit(
     cut(path)
     assert run(monkeypatch, "audit", str(path), *here) == 1
     assert "file: fast-1.0" in capsys.readouterr().out
-    assert run(monkeypatch, "fetch", *here, "--from", str(tree / "none")) == 1
-    assert "fast 1.0: not found for torch" in capsys.readouterr().out
     for arguments, words in (
         (("plan", "--lane", "h200"), "name the torch"),
         (("plan", "--lane", "tpu", "--torch", "1"), "unknown lane 'tpu'"),

@@ -1,0 +1,339 @@
+"""Foreign input: any fault of a wheel, lock, index page or list is one line, never a traceback."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bumpgate.cli import main
+from bumpgate.core import lanes
+from bumpgate.core.errors import BumpgateError, is_line, loads
+from bumpgate.core.text import printable
+from bumpgate.env import cached, inventory, mirror, versions
+from bumpgate.env.lane import LaneContext
+from bumpgate.env.locks import LockError, lock_text, pins, read_lock, wheel_sizes
+from bumpgate.env.packages import history
+from bumpgate.env.uv import local_path
+from bumpgate.wheels import audit, store
+from tests.support.lane_files import write_lane
+from tests.support.tree import ROOT
+from tests.support.wheel_files import wheel
+
+TARGET: Any = SimpleNamespace(python=f"{sys.version_info[0]}.{sys.version_info[1]}")
+BUILD = store.Build("fast", "1.0", "", "2.13.0", "", "", 0, "3.11")
+LOCK = f"""lock-version = "1.0"
+requires-python = "==3.11.*"
+[[packages]]
+name = "torch"
+version = "1.0"
+wheels = [{{ name = "torch-1.0-py3-none-any.whl", path = "store/x", hashes = {{ sha256 = "{"0" * 64}" }}, size = 3 }}]
+"""
+NIGHTS = {
+    "nights": {"torch 3.11 2.0": {"day": "2026-01-02", "files": ["a.whl"], "missing": ""}},
+    "digests": {},
+}
+NOTE = {"build": vars(BUILD), "file": "fast-1.0-py3-none-any.whl", "sha256": "0" * 64}
+PAGE = '<a href="torch-2.0-py3-none-any.whl#sha256=00" data-upload-time="2026-01-01T00:00:00Z">torch</a>'
+TEXTS = [
+    *(
+        "",
+        "\n",
+        "\x00",
+        "\x1b[2J",
+        "../",
+        "/",
+        "1" * 5000,
+        "0001-01-01T00:00:00+14:00",
+        "[",
+        "{",
+        "null",
+        "[]",
+    ),
+    *(
+        '"',
+        "'",
+        "-1",
+        "1e400",
+        "NaN",
+        "http://[::1",
+        "file:///\x00",
+        "torch @ http://u:p@h/x",
+        "; python_version",
+    ),
+    *(
+        "a" * 140_000,
+        "\ud800",
+        "Ⅷ",
+        "[[packages]]",
+        "torch = 3",
+        "wheels = 1",
+        "[" * 3000,
+        "0.0.0+" + "g" * 99,
+    ),
+]
+
+
+def fault_of(function: Callable[..., object], *arguments: object) -> str:
+    """Return the message of the BumpgateError that a call raises, "" if it raises none."""
+    try:
+        function(*arguments)
+    except BumpgateError as fault:
+        return str(fault)
+    return ""
+
+
+@st.composite
+def edited(draw: st.DrawFn, text: str) -> str:
+    """Return a text with some parts deleted, repeated or replaced."""
+    for _ in range(draw(st.integers(1, 3))):
+        low, high = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+        new = draw(st.sampled_from(TEXTS) | st.text(max_size=8) | st.just(text[low:high] * 2))
+        text = text[:low] + new + text[min(high, low + draw(st.sampled_from([0, 1, 5, 80]))) :]
+    return text
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    return path
+
+
+def read_as_lock(folder: Path, text: str) -> None:
+    lock = read_lock(write(folder / "pylock.toml", text))
+    for package in lock.packages:
+        assert is_line(f"{package.name} {package.version}")
+        assert all("/" not in w.file and is_line(w.file) for w in package.wheels)
+    write(folder / "pylock.toml", lock_text(lock))
+    assert read_lock(folder / "pylock.toml") == lock
+    assert all(map(is_line, pins(folder / "pylock.toml") or ()))
+    wheel_sizes(folder / "pylock.toml")
+
+
+def read_as_lane(folder: Path, text: str) -> None:
+    write(folder / lanes.FOLDER / "cpu" / lanes.FILE, text)
+    for name, lane in lanes.load(folder).items():
+        _ = LaneContext(folder, name).packages
+        history(lane)
+
+
+def read_as_list(folder: Path, text: str) -> None:
+    write(folder / mirror.NAME, text)
+    mirror.Mirror.read(folder)
+
+
+def read_as_page(folder: Path, text: str) -> None:
+    write(folder / "torch" / "index.html", text)
+    versions.versions("torch", index=str(folder), pre=True)
+
+
+READERS: dict[str, tuple[str, Callable[[Path, str], object]]] = {
+    "lock": (LOCK, read_as_lock),
+    "lane": ((ROOT / "lanes/h200/lane.toml").read_text(), read_as_lane),
+    "mirror.json": (json.dumps(NIGHTS), read_as_list),
+    "index page": (PAGE, read_as_page),
+    "wheel.json": (
+        json.dumps(NOTE),
+        lambda folder, text: (
+            write(folder / "fast" / BUILD.key / store.NOTE, text),
+            store.find(BUILD, folder),
+        ),
+    ),
+    "environment": (
+        json.dumps({"name": "a", "packages": {"torch": "1"}}),
+        lambda folder, text: (write(folder / "k" / cached.NOTE, text), cached.installed_versions(folder)),
+    ),
+    "requirements": (
+        "torch==1.0\nfast @ file:///x ; python_version > '3'\n",
+        lambda folder, text: (
+            write_lane(folder, "cpu", 'requirements = "r.txt"\n'),
+            write(folder / "r.txt", text),
+            LaneContext(folder, "cpu").requirements(),
+        ),
+    ),
+    "candidate": (
+        "torch==2.0",
+        lambda folder, text: (write_lane(folder, "cpu", ""), candidate(folder, text)),
+    ),
+    "--url": (
+        "https://h/torch-2.0-py3-none-any.whl#sha256=0",
+        lambda _, text: mirror._of_urls([text], "t", "3.11"),
+    ),
+}
+
+
+def candidate(folder: Path, text: str) -> None:
+    write(
+        folder / "pyproject.toml", '[project]\nname = "x"\n[project.optional-dependencies]\ncpu = ["torch"]\n'
+    )
+    LaneContext(folder, "cpu").request(text)
+
+
+@pytest.mark.parametrize("kind", READERS)
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_damaged_text_is_read_or_one_line(kind: str, data: st.DataObject) -> None:
+    text, read = READERS[kind]
+    with tempfile.TemporaryDirectory() as folder:
+        fault = fault_of(read, Path(folder), data.draw(edited(text)))
+    assert not fault or is_line(printable(fault)), "as the command prints it"
+
+
+def rewritten(change: Callable[[dict[str, bytes]], None], data: bytes, **options: Any) -> bytes:
+    """Return an archive with other members."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    change(files)
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", **options) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return out.getvalue()
+
+
+RECORD = "fast-1.0.dist-info/RECORD"
+ARCHIVES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "parent folder": (lambda d: rewritten(lambda f: f.update({"../../x.py": b""}), d), "outside of the wheel"),
+    "absolute": (lambda d: rewritten(lambda f: f.update({"/tmp/x.py": b""}), d), "outside of the wheel"),
+    "two dist-info": (lambda d: rewritten(lambda f: f.update({"b-1.dist-info/x": b""}), d), "2 dist-info folders"),
+    "RECORD of one column": (lambda d: rewritten(lambda f: f.update({RECORD: b"fast\n"}), d), "not a complete"),
+    "huge field": (lambda d: rewritten(lambda f: f.update({RECORD: b"x" * 200_000}), d), "field larger than"),
+    "no metadata": (lambda d: rewritten(lambda f: f.pop("fast-1.0.dist-info/METADATA"), d), "no item named"),
+    "encrypted": (lambda d: flagged(d, 6, 1), "encrypted"),
+    "unknown compression": (lambda d: flagged(d, 8, 77), "compression"),
+    "damaged deflate": (
+        lambda d: damaged(rewritten(lambda f: None, d, compression=zipfile.ZIP_DEFLATED)),
+        "not a complete wheel",
+    ),
+}  # fmt: skip
+
+
+def flagged(data: bytes, offset: int, value: int) -> bytes:
+    """Return an archive with another field in every header; its place in a local one, and two later in the list."""
+    out = bytearray(data)
+    for magic, at in ((b"PK\x03\x04", offset), (b"PK\x01\x02", offset + 2)):
+        place = data.find(magic)
+        while place >= 0:
+            out[place + at] = value
+            place = data.find(magic, place + 1)
+    return bytes(out)
+
+
+def damaged(data: bytes) -> bytes:
+    at = data.index(b"fast/_C.so") + len(b"fast/_C.so") + 2
+    return data[:at] + b"\xff\xff\xff" + data[at + 3 :]
+
+
+def unzipped(path: Path) -> str:
+    fault = audit._file_fault(path, "fast", TARGET, "")
+    for read in (inventory.content_of, inventory.version_of):
+        read(path)
+    assert "\n" not in fault_of(lambda: list(mirror._pins(path, frozenset(), "3.11")))
+    return fault.reason if fault else ""
+
+
+@pytest.mark.parametrize("kind", ARCHIVES)
+def test_corrupt_wheel_is_one_line(kind: str, tmp_path: Path) -> None:
+    path = wheel(tmp_path, b"\x7fELF" + bytes(range(256)) * 40)
+    assert unzipped(path) == ""
+    change, words = ARCHIVES[kind]
+    path.write_bytes(change(path.read_bytes()))
+    reason = unzipped(path)
+    assert words in reason
+    assert is_line(reason)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    edits=st.lists(
+        st.tuples(st.integers(0, 2**16), st.binary(min_size=1, max_size=4)), min_size=1, max_size=4
+    )
+)
+def test_rotten_bytes_of_a_wheel_are_one_line(edits: list[tuple[int, bytes]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = wheel(Path(folder), b"\x7fELF" + bytes(999))
+        data = bytearray(rewritten(lambda f: None, path.read_bytes(), compression=zipfile.ZIP_DEFLATED))
+        for at, new in edits:
+            data[at % len(data) : at % len(data) + len(new)] = new
+        path.write_bytes(bytes(data))
+        reason = unzipped(path)
+        assert not reason or is_line(reason)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x\\nRUN evil torch-9.9.0-py3-none-any.whl",
+        "../../torch-1.0-py3-none-any.whl",
+        "torch\\n-1.0-py3-none-any.whl",
+        "triton-1.0-py3-none-any.whl",
+        "torch.whl",
+        "torch-1.0-py3-none-any.whl extra",
+    ],
+)
+def test_name_that_is_no_wheel_is_refused(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "pylock.toml", LOCK.replace("torch-1.0-py3-none-any.whl", name))
+    with pytest.raises(LockError) as refused:
+        read_lock(path)
+    assert is_line(str(refused.value))
+    assert "bumpgate freeze" in str(refused.value)
+
+
+@pytest.mark.parametrize("field", ['name = "torch"', 'version = "1.0"'])
+def test_other_names_of_a_lock_are_checked(field: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "pylock.toml", LOCK.replace(field, field[:-1] + '\\nRUN evil"', 1))
+    for read in (read_lock, pins, wheel_sizes):
+        with pytest.raises(LockError):
+            read(path)
+    write(path, LOCK + 'marker = "a\\n--index-url http://evil"\n')
+    with pytest.raises(LockError):
+        pins(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["mirror", "--keep", "1", "--limit", "inf"], "--limit inf: must be a number of GB"),
+        (["mirror", "--keep", "1", "--limit", "nan"], "--limit nan: must be a number of GB"),
+        (["mirror", "--keep", "1", "--limit", "1e300"], "--limit 1e+300: must be a number of GB"),
+        (["mirror", "--keep", "1", "--url", "http://[::1/x.whl"], "not the URL of a wheel"),
+        (["versions", "torch", "--index", "file:///etc"], "no such index folder"),
+        (["versions", "a b", "--index", "file:///etc"], "no such index folder"),
+        (["environments", "--disk", f"{'9' * 400}G"], "not a size"),
+        (["environments", "--disk", "1e400"], "not a size"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_bad_option_is_one_line(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bumpgate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 4
+    assert words in line
+
+
+def test_candidate_for_another_python_is_refused(tmp_path: Path) -> None:
+    write_lane(tmp_path, "cpu", "")
+    for marker in ('python_version < "3"', 'sys_platform == "win32"', 'extra == "x"'):
+        with pytest.raises(BumpgateError, match="its marker excludes Python"):
+            candidate(tmp_path, f"torch==2.0 ; {marker}")
+    candidate(tmp_path, 'torch==2.0 ; python_version > "3"')
+
+
+def test_deep_json_and_file_urls() -> None:
+    with pytest.raises((RecursionError, ValueError)):
+        loads("[" * 100_000)
+    assert local_path("file:///a%20b") == Path("/a b")
