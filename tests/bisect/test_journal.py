@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect.attribution import Attribution
-from bumpgate.bisect.journal import JournalError, begin, resume
+from bumpgate.bisect.journal import BisectPlan, JournalError, begin, resume
 from bumpgate.bisect.search import ProbeOutcome, Search, SearchError
 from tests.support.journaled_bisect import NIGHTS, PLAN, drive, read_candidate
 from tests.support.tree import ROOT
@@ -295,3 +295,16 @@ def test_plan_passes_every_field_to_its_search() -> None:
     searched = plan.search()
     assert (searched.find_fix, searched.budget, searched.confidence) == (True, 9, 0.9)
     assert (searched.old, searched.new) == (ProbeOutcome.BAD, ProbeOutcome.GOOD)
+
+
+def test_batch_is_recorded_to_its_end_although_the_answer_is_known(tmp_path: Path) -> None:
+    """With several hosts: the answer depends on no order of the readings."""
+    plan = BisectPlan(tuple("abcd"), "a", "d", ("x",), false_bad=0.0, false_good=0.0, confirm=0)
+    with begin(tmp_path / "state.jsonl", plan) as state:
+        first, last, middle, other = state.decide(4)
+        for index, outcome in ((first, "GOOD"), (last, "BAD"), (middle, "BAD" if middle == 1 else "GOOD")):
+            state.record(index, ProbeOutcome[outcome])
+        assert state.search.result() is not None
+        assert state.decide(4) == [other]
+        state.record(other, ProbeOutcome["BAD" if other == 2 else "GOOD"])
+        assert state.decide(4) == []

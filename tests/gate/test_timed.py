@@ -393,6 +393,15 @@ def test_empty_sessions_end_the_measurement_only_in_a_row() -> None:
     assert sessions.open_rows() == []
 
 
+def test_sessions_that_lose_readings_now_and_then_end() -> None:
+    """At twice the sessions that a row may have."""
+    sessions = Sessions({ROWS[0]: TIME_TEST}, None, 3)
+    while sessions.open_rows():
+        costs = {ROWS[0]: 1.0} if sessions.started == 0 else {}
+        sessions.run_one(lambda side, tests, costs=costs: TimedReading(costs))
+    assert sessions.started == 6
+
+
 def test_fill_gives_each_process_similar_times() -> None:
     known = {"a": 50.0, "b": 20.0, "c": 20.0, "d": 10.0}
     assert balanced(["d", "c", "b", "a"], known, 2) == [["a"], ["c", "b", "d"]]
