@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,12 @@ FOREIGN = ("pyvenv.cfg", "gate.json", "state.jsonl")
 DECLARING = {"pyproject.toml", "bumpgate.toml"}
 # Paths that no row's value depends on. A baseline is written after the run that it accepts.
 UNMEASURED = ("baselines/", "docs/", ".github/", ".ci/")
+# An import statement, with the names in parentheses after it, or a call that imports.
+IMPORT = re.compile(
+    r"^\s*(?:from|import)\s[^(\n]*(?:\([^)]*\))?|import_module\([^)]*\)|__import__\([^)]*\)", re.MULTILINE
+)
+    r"^\s*(?:from|import)\s[^(\n]*(?:\([^)]*\))?|import_module\([^)]*\)|__import__\([^)]*\)", re.MULTILINE
+)
 SKIPPED = ("__pycache__", "build", "dist", "node_modules")
 
 
@@ -115,7 +122,7 @@ def bind(root: Path, *outputs: Path) -> Binding:
         path.resolve() for path in (*outputs, home()) if not root.resolve().is_relative_to(path.resolve())
     ]
     listed = _git_files(root)
-    paths = _walk(root) if listed is None else listed
+    paths = _walk(root) if listed is None else [*listed, *_ignored_imports(root, listed)]
     resolved = ((path, (root / path).resolve()) for path in set(paths))
     kept = sorted(path for path, place in resolved if not any(map(place.is_relative_to, left_out)))
     commit = (_git(root, "rev-parse", "HEAD") or "").strip() if listed is not None else ""
@@ -151,6 +158,44 @@ def _git_files(root: Path) -> list[str] | None:
         return None
     foreign = {folder for path in new for folder in _folders(path) if _is_foreign(root / folder)}
     return [*own, *(path for path in new if not foreign.intersection(_folders(path)))]
+
+
+def _ignored_imports(root: Path, listed: Iterable[str]) -> list[str]:
+    """Return the Python files that git ignores and whose names an import in a listed file, or in one of them, has.
+
+    A work tree may import a vendored or generated module. A file that a run writes is imported by no source.
+    """
+    folders = _git(root, "ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory")
+    places = [place for place in (folders or "").split("\0") if not _is_skipped(root, place)]
+    files = [place for place in places if not place.endswith("/")]
+    files += [f"{place}{path}" for place in places if place.endswith("/") for path in _walk(root / place)]
+    others = {path for path in files if path.endswith(".py")}
+    found: list[str] = []
+    new = [path for path in listed if path.endswith(".py")]
+    while new:
+        named = {word for path in new for word in _imported(root / path)}
+        new = sorted(path for path in others if _module(path) in named)
+        others -= {*new}
+        found += new
+    return found
+
+
+def _is_skipped(root: Path, place: str) -> bool:
+    parts = Path(place).parts
+    outside = any(part in SKIPPED or part.startswith(".") for part in parts)
+    return not place or outside or any(_is_foreign(root / folder) for folder in (place, *_folders(place)))
+
+
+def _imported(path: Path) -> set[str]:
+    """Return the words of the import statements of a file."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return {word for line in IMPORT.findall(text) for word in re.findall(r"\w+", line)}
+
+
+def _module(path: str) -> str:
+    """Return the name of a module's file, or of the folder of an __init__.py."""
+    stem = Path(path).stem
+    return Path(path).parent.name if stem == "__init__" else stem
 
 
 def _folders(path: str) -> Iterable[str]:

@@ -124,6 +124,41 @@ def test_binding_covers_files_that_a_lane_reads(repository: Path, change: str, i
     assert tree_digest.Binding.from_json(before.to_json()) == before
 
 
+@pytest.mark.parametrize(
+    ("path", "line", "bound"),
+    [
+        ("vendor/x.py", "from vendor import x", True),
+        ("vendor/pack/__init__.py", "import vendor.pack as p", True),
+        ("vendor/x.py", "from vendor import (\n    y,\n    x,\n)", True),
+        ("x.py", "importlib.import_module('x')", True),
+        ("vendor/output_code.py", "from vendor import x", False),
+        ("build/x.py", "import x", False),
+        (".venv/lib/x.py", "import x", False),
+    ],
+)
+def test_binding_covers_ignored_modules_that_are_imported(
+    repository: Path, path: str, line: str, bound: bool
+) -> None:
+    (repository / ".git/info/exclude").write_text("vendor\nx.py\n.venv\n")
+    (repository / "suites/a.py").write_text(line)
+    (repository / path).parent.mkdir(parents=True, exist_ok=True)
+    (repository / path).write_text("1")
+    before = bind(repository)
+    (repository / path).write_text("2")
+    assert before.differences(bind(repository)) == ([f"tree: {path}"] if bound else [])
+
+
+def test_binding_covers_modules_that_ignored_modules_import(repository: Path) -> None:
+    (repository / ".git/info/exclude").write_text("vendor\n")
+    (repository / "suites/a.py").write_text("from vendor import x")
+    (repository / "vendor").mkdir()
+    (repository / "vendor/x.py").write_text("from . import y")
+    (repository / "vendor/y.py").write_text("1")
+    before = bind(repository)
+    (repository / "vendor/y.py").write_text("2")
+    assert before.differences(bind(repository)) == ["tree: vendor/y.py"]
+
+
 def test_binding_covers_submodules(repository: Path) -> None:
     other = repository.parent / "other"
     other.mkdir()
