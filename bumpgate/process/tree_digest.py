@@ -41,8 +41,6 @@ UNMEASURED = ("baselines/", "docs/", ".github/", ".ci/")
 IMPORT = re.compile(
     r"^\s*(?:from|import)\s[^(\n]*(?:\([^)]*\))?|import_module\([^)]*\)|__import__\([^)]*\)", re.MULTILINE
 )
-    r"^\s*(?:from|import)\s[^(\n]*(?:\([^)]*\))?|import_module\([^)]*\)|__import__\([^)]*\)", re.MULTILINE
-)
 SKIPPED = ("__pycache__", "build", "dist", "node_modules")
 
 
