@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -45,7 +46,8 @@ class Lane:
     capability: the compute capability, "9.0"; "" for any.
     driver: the oldest GPU driver.
     needs: of NEEDS.
-    inherits: a lane whose reviewed rows hold here, too, unless a host decides them (`baseline.inherited`).
+    inherits: a lane whose fields this one has unless it sets them, and whose reviewed rows hold here, too, unless a
+        host decides them (`baseline.inherited`).
     extra, requirements: the extra of pyproject.toml, or the requirements file, of a lane run.
     python: a specifier of the Pythons that the lane runs with; by default the one of its lock.
     pins: packages whose locked versions an installed environment must have.
@@ -89,7 +91,7 @@ class Lane:
     variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
     wheels: Table = field(default_factory=dict, hash=False)
     history: Table = field(default_factory=dict, hash=False)
-    folder: str = field(default="", compare=False)
+    folder: str = field(default="", compare=False)  # of the files that it names
     where: str = field(default="", compare=False)
 
     @property
@@ -109,18 +111,37 @@ def load(root: Path) -> dict[str, Lane]:
     read or an invalid lane.
     """
     raw = {path.parent.name: _read_file(path, root) for path in sorted(root.glob(f"{FOLDER}/*/{FILE}"))}
-    lanes = {name: _lane(f"{FOLDER}/{name}/{FILE}", name, table) for name, table in raw.items()}
+    places = {name: f"{FOLDER}/{name}/{FILE}" for name in raw}
     if not raw:
-        where, tables = _tables(root)
-        lanes = {name: _lane(f"{where}.{name}", name, table) for name, table in tables.items()}
-    for lane in lanes.values():
+        where, raw = _tables(root)
+        places = {name: f"{where}.{name}" for name in raw}
+    lanes = {name: _lane(places[name], name, _with_inherited(places[name], name, raw)) for name in raw}
+    for name, lane in lanes.items():
+        if lane.inherits and lane.folder and not {"overrides", "script", "wheels"} & raw[name].keys():
+            lanes[name] = replace(lane, folder=f"{FOLDER}/{lane.inherits}")
         _check_paths(root, lane)
-        parent = lanes.get(lane.inherits)
-        if lane.inherits and (parent is None or parent.inherits or parent is lane):
-            raise LaneError(
-                f"{lane.where}: inherits must name a lane that does not inherit, got {lane.inherits!r}"
-            )
     return lanes
+
+
+def _with_inherited(where: str, name: str, raw: Mapping[str, Any]) -> Any:
+    """Return the fields of a lane with those that it takes from the lane that it inherits.
+
+    Ids of tests and rows that name the parent name the lane.
+    """
+    own = raw[name]
+    parent = own.get("inherits") if isinstance(own, Mapping) else None
+    if not parent:
+        return own
+    table = raw.get(parent) if isinstance(parent, str) and parent != name else None
+    if not isinstance(table, Mapping) or "inherits" in table:
+        raise LaneError(f"{where}: inherits must name a lane that does not inherit, got {parent!r}")
+    rename = partial(re.sub, rf"(?<!\w){re.escape(parent)}(?!\w)", name)
+    taken = {key: value for key, value in table.items() if key not in ("description", "history")}
+    if isinstance(margins := taken.get("margins"), Mapping):
+        taken["margins"] = {rename(pattern): margin for pattern, margin in margins.items()}
+    if isinstance(smoke := taken.get("smoke"), list):
+        taken["smoke"] = [rename(str(test)) for test in smoke]
+    return {**taken, **own}
 
 
 def _tables(root: Path) -> tuple[str, Table]:

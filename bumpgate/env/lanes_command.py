@@ -53,7 +53,7 @@ def new_command(
     inherits: Annotated[str, typer.Option(help="A lane whose tests and reviewed counts it takes.")] = "",
     gpu: Annotated[str, typer.Option(help="A part of the GPU's name; by default the name of the lane.")] = "",
 ) -> None:
-    """Write the folder of a new lane. Freeze it, run it and accept its rows next.
+    """Write the folder of a new lane. An heir starts with the adopted set of the lane that it inherits.
 
     Exit codes: 0 done, 4 bad input.
     """
@@ -67,20 +67,20 @@ def new_command(
             f"the lanes are in {next(iter(declared.values())).where}: add [lanes.{name}] there"
         )
     device = declared[inherits].device if inherits in declared else "cpu"
-    fields = {
-        "inherits": inherits,
-        "device": device,
-        "gpu": (gpu or name.upper()) if device == "cuda" else "",
-    }
-    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in fields.items() if value)
+    fields = {"inherits": inherits} if inherits else {"extra": name, "device": device}
+    fields |= {"gpu": gpu or name.upper()} if device == "cuda" else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, f'extra = "{inherits or name}"\n{text}')
+    write_atomic(path, "".join(f"{key} = {json.dumps(value)}\n" for key, value in fields.items()))
     try:
         lanes.load(root)
     except lanes.LaneError:
         path.unlink()
         raise
-    typer.echo(f"wrote {lanes.FOLDER}/{name}/{lanes.FILE}; next: bumpgate freeze --lane {name}")
+    wrote, then = f"{lanes.FOLDER}/{name}/{lanes.FILE}", f"bumpgate freeze --lane {name}"
+    if inherits and (lock := root / declared[inherits].lock).is_file():
+        write_atomic(path.with_name(lanes.LOCK), lock.read_bytes())
+        wrote, then = f"{wrote} and {lanes.LOCK}", f"pytest -m {name}"
+    typer.echo(f"wrote {wrote}; next: {then}")
 
 
 @app.command("install")
