@@ -2,7 +2,7 @@
 
 A repository declares its lanes in one of three places: folders `lanes/NAME/` with a lane.toml, `[lanes.NAME]` in
 bumpgate.toml, or `[tool.bumpgate.lanes.NAME]` in pyproject.toml. The fields are the same, and the first place that has
-lanes counts. Whatever the place, `lanes/NAME/pylock.toml` is the adopted set of the lane.
+lanes counts. Whatever the place, `lanes/NAME/pylock.toml` is the adopted set of the lane and of its heirs.
 
 Standard library only: read by the controller and, in every lane run, by the pytest plugin.
 """
@@ -96,8 +96,8 @@ class Lane:
 
     @property
     def lock(self) -> str:
-        """Path of the lane's lock from the root: the adopted set."""
-        return f"{FOLDER}/{self.name}/{LOCK}"
+        """Path of the lane's lock from the root: the adopted set. An heir has the set that its counts belong to."""
+        return f"{FOLDER}/{self.inherits or self.name}/{LOCK}"
 
     def path(self, name: str) -> str:
         """Return the path from the root of a file that the declaration names."""
@@ -110,7 +110,8 @@ def load(root: Path) -> dict[str, Lane]:
     Folders are in the order of their names, tables in the order of the file. Raises LaneError on a file that cannot be
     read or an invalid lane.
     """
-    raw = {path.parent.name: _read_file(path, root) for path in sorted(root.glob(f"{FOLDER}/*/{FILE}"))}
+    files = sorted(root.glob(f"{FOLDER}/*/{FILE}"))
+    raw: Mapping[str, Any] = {path.parent.name: _read_file(path, root) for path in files}
     places = {name: f"{FOLDER}/{name}/{FILE}" for name in raw}
     if not raw:
         where, raw = _tables(root)
@@ -141,7 +142,8 @@ def _with_inherited(where: str, name: str, raw: Mapping[str, Any]) -> Any:
         taken["margins"] = {rename(pattern): margin for pattern, margin in margins.items()}
     if isinstance(smoke := taken.get("smoke"), list):
         taken["smoke"] = [rename(str(test)) for test in smoke]
-    return {**taken, **own}
+    extra = {} if "requirements" in taken else {"extra": parent}
+    return {**extra, **taken, **own}
 
 
 def _tables(root: Path) -> tuple[str, Table]:

@@ -53,7 +53,7 @@ def new_command(
     inherits: Annotated[str, typer.Option(help="A lane whose tests and reviewed counts it takes.")] = "",
     gpu: Annotated[str, typer.Option(help="A part of the GPU's name; by default the name of the lane.")] = "",
 ) -> None:
-    """Write the folder of a new lane. An heir starts with the adopted set of the lane that it inherits.
+    """Write the folder of a new lane. An heir has the adopted set of the lane that it inherits.
 
     Exit codes: 0 done, 4 bad input.
     """
@@ -76,11 +76,8 @@ def new_command(
     except lanes.LaneError:
         path.unlink()
         raise
-    wrote, then = f"{lanes.FOLDER}/{name}/{lanes.FILE}", f"bumpgate freeze --lane {name}"
-    if inherits and (lock := root / declared[inherits].lock).is_file():
-        write_atomic(path.with_name(lanes.LOCK), lock.read_bytes())
-        wrote, then = f"{wrote} and {lanes.LOCK}", f"pytest -m {name}"
-    typer.echo(f"wrote {wrote}; next: {then}")
+    then = f"pytest -m {name}" if inherits else f"bumpgate freeze --lane {name}"
+    typer.echo(f"wrote {lanes.FOLDER}/{name}/{lanes.FILE}; next: {then}")
 
 
 @app.command("install")

@@ -52,7 +52,8 @@ def _check_others(lane: LaneContext, text: str, pins: Pins) -> None:
     for name in lanes.load(lane.root):
         other = LaneContext(lane.root, name)
         file = requirements_file(lane.root, other.declared)
-        if name == lane.name or other.lock is None or file != requirements_file(lane.root, lane.declared):
+        heir = other.lock_path == lane.lock_path
+        if heir or other.lock is None or file != requirements_file(lane.root, lane.declared):
             continue
         theirs = places(other.declared, text)
         for where, old in reversed(own):

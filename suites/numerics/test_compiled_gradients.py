@@ -75,7 +75,8 @@ def test_compiled_gradient_error_ratio(lane: Lane, name: str, policy: str, row, 
     non_finite: set[str] = set()
     with watched_hybrid(name, policy, device=lane.device) as hybrid:
         batches = [
-            token_batch(hybrid.config, 2, seed=seed, device=lane.device) for seed in range(BATCHES[lane.device])
+            token_batch(hybrid.config, 2, seed=seed, device=lane.device)
+            for seed in range(BATCHES[lane.device])
         ]
         hybrid.compiled.warm_up(batches[0])
         eager = build(hybrid.config, lane.device)

@@ -196,7 +196,7 @@ def test_folders_have_precedence_over_tables(tmp_path: Path) -> None:
     declare(folders(tmp_path, **FOLDERS), LANE)
     found = lanes.load(tmp_path)
     assert list(found) == ["h100", "h200"]
-    assert (found["h100"].inherits, found["h100"].lock) == ("h200", "lanes/h100/pylock.toml")
+    assert (found["h100"].inherits, found["h100"].lock) == ("h200", "lanes/h200/pylock.toml")
     assert replace(found["h200"], overrides="o.txt").path("o.txt") == "lanes/h200/o.txt"
 
 
@@ -244,7 +244,8 @@ def test_lane_inherits_rows_that_no_host_decides() -> None:
 def test_new_lane_is_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(folders(tmp_path, h200=FOLDERS["h200"]))
+    fields = "extra = 'h200'\nsmoke = ['a.py::b[c-h200]']\n[margins]\n'a-h200/*' = 0.2\n"
+    monkeypatch.chdir(folders(tmp_path, h200=FOLDERS["h200"] + fields))
 
     def run(*args: str) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["bumpgate", "lanes", *args])
@@ -254,9 +255,10 @@ def test_new_lane_is_a_folder(
 
     assert run("--json") == (0, '["h200"]\n')
     code, out = run("new", "h100", "--inherits", "h200")
-    assert (code, out) == (0, "wrote lanes/h100/lane.toml; next: bumpgate freeze --lane h100\n")
+    assert (code, out) == (0, "wrote lanes/h100/lane.toml; next: pytest -m h100\n")
     made = lanes.load(tmp_path)["h100"]
     assert (made.inherits, made.extra, made.device, made.gpu) == ("h200", "h200", "cuda", "H100")
+    assert (made.smoke, made.margins) == (("a.py::b[c-h100]",), (("a-h100/*", 0.2),))
     assert run() == (0, "h100: cuda H100, no lock\nh200: cuda H200, no lock\n")
     assert run("new", "h100")[0] == 4
     assert run("new", "b200", "--inherits", "absent")[0] == 4

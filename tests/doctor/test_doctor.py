@@ -407,7 +407,7 @@ def test_device_is_checked_last(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--lane", "gpu"), "unknown lane 'gpu'; lanes: cpu, h200, h200x2, v6e"),
+        (("--lane", "gpu"), "unknown lane 'gpu'; lanes: cpu, h100, h200, h200x2, v6e"),
         (("--python", "/absent/python"), "--python /absent/python: no such interpreter"),
         (("--frob",), "--frob"),
     ],

@@ -120,7 +120,7 @@ def test_wheel_file_that_was_built_again_is_installed(index: LocalIndex, tree: P
 @pytest.mark.parametrize(
     ("lane", "candidate", "words"),
     [
-        ("tpu", None, "unknown lane 'tpu'; lanes: cpu, h200, h200x2, v6e"),
+        ("tpu", None, "unknown lane 'tpu'; lanes: cpu, h100, h200, h200x2, v6e"),
         ("cpu", "torch=1.1", "invalid candidate"),
         ("cpu", "/none/torch-1.0-py3-none-any.whl", "no such wheel file"),
     ],

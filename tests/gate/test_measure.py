@@ -618,7 +618,13 @@ def test_selection_without_rows_is_unknown(tree: Tree) -> None:
 
 PAIR = ("gate", "--lane", "cpu", "--python-candidate", sys.executable)
 REFUSALS = {
-    "unknown lane 'tpu'; lanes: cpu, h200, h200x2, v6e": ("gate", "--lane", "tpu", "--candidate", "torch==1"),
+    "unknown lane 'tpu'; lanes: cpu, h100, h200, h200x2, v6e": (
+        "gate",
+        "--lane",
+        "tpu",
+        "--candidate",
+        "torch==1",
+    ),
     "name the candidate: --candidate 'torch==X'": ("gate", "--lane", "cpu"),
     "or --python-candidate PATH": (*PAIR, "--candidate", "torch==1"),
     "name the candidate: --candidate 'torch==X', or --python-candidate PATH": (

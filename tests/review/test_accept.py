@@ -266,7 +266,7 @@ def test_accepted_file_round_trip_is_sorted(tmp_path: Path) -> None:
         (GOOD_ENTRY + GOOD_ENTRY, f"entry 2: duplicate entry {BREAKS} 17 of lane cpu"),
         (GOOD_ENTRY.replace('owner = "ada"\n', ""), "an entry has the fields"),
         (GOOD_ENTRY + "note = 1\n", "an entry has the fields"),
-        (GOOD_ENTRY.replace('"cpu"', '"gpu"'), "lane must be one of cpu, h200, h200x2, v6e, got 'gpu'"),
+        (GOOD_ENTRY.replace('"cpu"', '"gpu"'), "lane must be one of cpu, h100, h200, h200x2, v6e, got 'gpu'"),
         (GOOD_ENTRY.replace("graph_breaks", "Graph Breaks"), "row must read suite/case/metric"),
         (GOOD_ENTRY.replace('"ada"', '" "'), "owner must be one line of text"),
         (GOOD_ENTRY.replace('"ada"', '"a\\nb"'), "owner must be one line of text"),

@@ -155,7 +155,11 @@ def test_accept_refuses_a_record_of_other_sources(
         (("a/f/n", *WHO, *SOON), 1, "MISSING: not reviewed: measured 17 count; only a measured difference"),
         (("a/e/n", *WHO, *SOON), 1, "REGRESSION whatever is accepted: expected 13 (derived), measured 17"),
         (("a/x/n", *WHO, *SOON), 4, "record.json holds no row 'a/x/n'"),
-        (("a/b/n", "--lane", "gpu", *WHO[2:], *SOON), 4, "unknown lane 'gpu'; lanes: cpu, h200, h200x2, v6e"),
+        (
+            ("a/b/n", "--lane", "gpu", *WHO[2:], *SOON),
+            4,
+            "unknown lane 'gpu'; lanes: cpu, h100, h200, h200x2, v6e",
+        ),
         (("a/b/n", "--lane", "h200", *WHO[2:], *SOON), 1, "record.json is of lane 'cpu', not 'h200'"),
         (("a/b/n", *WHO), 4, "--expires '': not a day such as 2026-12-31"),
         (("a/b/n", *WHO, "--expires", "soon"), 4, "--expires 'soon': not a day"),
