@@ -22,6 +22,7 @@ from bumpgate.bisect.probe import ProbeResult, Reading
 from bumpgate.bisect.search import ProbeOutcome, Search, SearchResult
 from bumpgate.core.findings import Finding
 from bumpgate.core.rows import write_atomic
+from bumpgate.core.text import some
 from bumpgate.env.build import Environment
 
 SCHEMA = 1
@@ -181,8 +182,7 @@ def text(found: Answer) -> str:
     lines.append(f"{old:11} {span.package} {span.label(span.versions[result.last_old])}")
     lines += _history_lines(found)
     if found.deciding:
-        more = f" and {len(found.deciding) - SHOWN} more" if len(found.deciding) > SHOWN else ""
-        lines.append(f"{'decided by':11} {', '.join(found.deciding[:SHOWN])}{more}")
+        lines.append(f"{'decided by':11} {some(found.deciding, SHOWN)}")
     for finding in found.findings[:FINDINGS]:
         lines.append(f"{finding.label.lower():11} {finding.metric or 'test'}: {finding.head or 'its value'}")
         lines += [f"{'':11}   good {found.good}: {line}" for line in finding.adopted]
@@ -234,10 +234,9 @@ def _history_lines(found: Answer) -> list[str]:
     if not found.result.earlier:
         return []
     new, old = ("GOOD", "BAD") if found.plan.find_fix else ("BAD", "GOOD")
-    names = ", ".join(found.range.versions[i] for i in found.result.earlier[:SHOWN])
-    more = f" and {len(found.result.earlier) - SHOWN} more" if len(found.result.earlier) > SHOWN else ""
+    names = some([found.range.versions[i] for i in found.result.earlier], SHOWN)
     return [
-        f"{'history':11} changes more than once: {names}{more} read {new}, then {old} again before the last change"
+        f"{'history':11} changes more than once: {names} read {new}, then {old} again before the last change"
         " above; bisect the earlier range for the others"
     ]
 
@@ -264,8 +263,7 @@ def _fault_lines(found: Answer) -> list[str]:
     else:
         line += spared
     along = [str(c) for cause in (found.blamed, *found.others) for c in cause if c.name in found.pinned]
-    more = f" and {len(along) - SHOWN} more" if len(along) > SHOWN else ""
-    with_it = f"{'':11} with {', '.join(along[:SHOWN])}{more}: pinned by it, not tried apart"
+    with_it = f"{'':11} with {some(along, SHOWN)}: pinned by it, not tried apart"
     return [line, with_it] if along else [line]
 
 

@@ -18,6 +18,7 @@ from bumpgate.bisect.journal import Journal
 from bumpgate.bisect.probe import READING, Build, Cause, ProbeResult, Reading, Test, keep, load, take
 from bumpgate.bisect.search import ProbeOutcome, Search, SearchResult
 from bumpgate.core.errors import BumpgateError
+from bumpgate.core.text import some
 from bumpgate.env.build import Environment
 from bumpgate.env.request import Request
 
@@ -188,8 +189,7 @@ class Bisection:
         digest = hashlib.sha256("\n".join(sorted(mixture)).encode()).hexdigest()[:12]
         attempt = sum(m == mixture for m, _ in self.state.mixtures)
         parts = [f"{n} {packages.get(n, '(absent)')}" for n in self._by_importance(mixture)]
-        more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
-        name = f"the good set with {', '.join(parts[:SHOWN]) or 'nothing'}{more}"
+        name = f"the good set with {some(parts, SHOWN) or 'nothing'}"
         self.context.show.probing(name)
         place = self.context.out / "mixtures" / f"{digest}.{attempt}"
         self._take({place: _mixture_request(packages, self._request(self.search.first))})

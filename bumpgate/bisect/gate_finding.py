@@ -13,6 +13,7 @@ from bumpgate.core import gate_file
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.gate_file import GateFile
+from bumpgate.core.text import some
 from bumpgate.gate.state import NAME
 from bumpgate.process.runner import options_of
 
@@ -68,7 +69,7 @@ class GateFinding:
         moved = sorted(
             name for name in self.good.keys() & self.bad.keys() if self.good[name] != self.bad[name]
         )
-        names = ", ".join(moved[:SHOWN]) + (f" and {len(moved) - SHOWN} more" if len(moved) > SHOWN else "")
+        names = some(moved, SHOWN)
         what = f"{package} is {good} on both sides" if good and bad else f"a side lacks {package}"
         raise GateFindingError(
             f"{what}; name --package ({names or 'no version differs'}), or --good and --bad"
@@ -123,8 +124,9 @@ def _select(path: Path, gate: GateFile, row: str) -> Finding:
         if row in found.rows:
             return found
     rows = [name for f in held for name in f.rows]
-    names = ", ".join(rows[:SHOWN]) + (f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else "")
-    raise GateFindingError(f"no finding of {path} that holds has row {row}; their rows: {names or 'none'}")
+    raise GateFindingError(
+        f"no finding of {path} that holds has row {row}; their rows: {some(rows, SHOWN) or 'none'}"
+    )
 
 
 def _rows_of_one_test(

@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -164,11 +164,10 @@ def begin(path: Path, plan: BisectPlan) -> Journal:
     return Journal(file, plan)
 
 
-def resume(path: Path, plan: BisectPlan | None = None) -> Journal:
+def resume(path: Path) -> Journal:
     """Restore the search from the file; a last line without its newline is dropped.
 
-    plan: the expected plan; a file with another plan is rejected. None accepts the plan of the file.
-    Raises JournalError (one line) on a file that is missing, in use, not a state file, or of another search.
+    Raises JournalError (one line) on a file that is missing, in use, or not a state file.
     """
     file = _open(path, 0)
     try:
@@ -176,13 +175,7 @@ def resume(path: Path, plan: BisectPlan | None = None) -> Journal:
         whole = lines[:-1]
         if not whole:
             raise JournalError(f"{path.name} died before its first decision: start again, without --resume")
-        found = _plan(path, whole[0])
-        if plan is not None and found != plan:
-            other = [f.name for f in fields(BisectPlan) if getattr(found, f.name) != getattr(plan, f.name)]
-            raise JournalError(
-                f"{path.name} is of another search (other {', '.join(other)}): name another file"
-            )
-        journal = Journal(file, found)
+        journal = Journal(file, _plan(path, whole[0]))
         _replay_all(path, journal, whole[1:])
         file.truncate(sum(len(line) + 1 for line in whole))
         return journal

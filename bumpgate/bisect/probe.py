@@ -29,6 +29,7 @@ from bumpgate.core.baseline import investigate
 from bumpgate.core.errors import BumpgateError, one_line, text_lines
 from bumpgate.core.findings import PRODUCT, Decision, Finding
 from bumpgate.core.rows import ROW_ID, Judgement, ProblemKind, Record, Row, Verdict, read_record, write_atomic
+from bumpgate.core.text import some
 from bumpgate.env.build import BuildError, Environment, NotInstallable, release
 from bumpgate.env.packages import lock_variables
 from bumpgate.env.request import Request
@@ -446,8 +447,7 @@ class SuiteTest:
         every = [name for name, state in states.items() if state is Verdict.REGRESSION]
         red = [name for name in every if seen.kinds[name] in self.kinds[name]]
         if red:
-            more = f" and {len(red) - 1} more" if len(red) > 1 else ""
-            return ProbeResult(ProbeOutcome.BAD, f"red: {red[0]}{more}")
+            return ProbeResult(ProbeOutcome.BAD, f"red: {some(red, 1)}")
         if every:
             expected = " or ".join(sorted(self.kinds[every[0]]))
             return ProbeResult(

@@ -33,6 +33,7 @@ from bumpgate.core.errors import one_line
 from bumpgate.core.findings import Finding
 from bumpgate.core.findings import TimedOutcome as Timed
 from bumpgate.core.rows import Record, write_atomic
+from bumpgate.core.text import some
 from bumpgate.env.build import Environment
 from bumpgate.env.compiled import COPIES
 from bumpgate.env.packages import lock_variables
@@ -245,5 +246,5 @@ def _shown(sessions: Sessions, rows: Sequence[str]) -> str:
     """`throughput/nam52/seconds +10.2 % in 12 sessions and 1 more`."""
     values = sessions.log_ratios[rows[0]]
     change = f"{100 * math.expm1(estimate(values)):+.1f} %" if values else "no time"
-    more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-    return f"{rows[0]} {change} in {len(values)} session{'s' * (len(values) != 1)}{more}"
+    sessions_of = f"{rows[0]} {change} in {len(values)} session{'s' * (len(values) != 1)}"
+    return some([sessions_of, *rows[1:]], 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 # Control characters except newline and tab, characters that change the direction of text, and lone surrogates, which
@@ -20,6 +21,12 @@ IN_TEXT = (
     (re.compile(rf"""([?&;][^=&\s"']*(?:{WORDS})[^=&\s"']*=)[^&\s"'\\#]+""", re.I), r"\1***"),
     (re.compile(r"""(\b(?:PG)?passw(?:or)?d=)[^&\s"'\\;,]+""", re.I), r"\1***"),  # a data source name
 )
+
+
+def some(lines: Sequence[str], shown: int = 3) -> str:
+    """Return the first few lines, separated by commas, and how many more there are."""
+    more = f" and {len(lines) - shown} more" if len(lines) > shown else ""
+    return f"{', '.join(lines[:shown])}{more}"
 
 
 def printable(text: str) -> str:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from bumpgate.core import accepted
 from bumpgate.core.errors import one_line
 from bumpgate.core.rows import Record, read_record, write_record
+from bumpgate.core.text import some
 from bumpgate.env.freeze import changes
 from bumpgate.gate import adopted_run_cache, drift, evidence
 from bumpgate.gate.environments import ROUNDS, SIDES, TITLES, side_name
@@ -27,7 +28,6 @@ from bumpgate.gate.state import NAME, Gate, Inputs
 from bumpgate.gate.timed import Sessions, timed_rows
 from bumpgate.process.host import host_class
 from bumpgate.process.runner import NOTHING_SELECTED, USAGE, LaneRun, installed
-from bumpgate.process.tree_digest import SHOWN
 from bumpgate.table import summary
 
 
@@ -291,6 +291,6 @@ def _records(bench: Bench, gate: Gate) -> dict[str, Record | None]:
 def other_packages(name: str, then: Mapping[str, str], now: Mapping[str, str]) -> GateError:
     """Return the error for resuming with a side whose environment has changed."""
     moved = changes(then, now)
-    more = f" and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
-    what = f"{', '.join(moved[:SHOWN])}{more}"
-    return GateError(f"the {TITLES[name]} packages differ from before ({what}): gate again, in another --out")
+    return GateError(
+        f"the {TITLES[name]} packages differ from before ({some(moved)}): gate again, in another --out"
+    )

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from bumpgate.core.errors import BumpgateError
-from bumpgate.core.text import printable
+from bumpgate.core.text import printable, some
 from bumpgate.process.home import home
 
 OWN = "of this tree"  # the version of a bumpgate that runs from the work tree itself
 GIT_SECONDS = 60
-SHOWN = 3
 # Of the files that git does not track, only these can change what a lane measures. A job's log next to them cannot.
 CODE = (".py", ".cu", ".cuh", ".cc", ".cpp", ".h", ".hpp")
 SOURCES = (*CODE, ".toml", ".ini", ".cfg", ".json", ".yaml", ".yml", ".txt", ".npy", ".npz", ".safetensors")
@@ -74,8 +73,7 @@ class Binding:
         )
         changed = [path for path in sorted({*before, *after}) if before.get(path) != after.get(path)]
         if changed:
-            more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-            out.append(f"tree: {', '.join(changed[:SHOWN])}{more}")
+            out.append(f"tree: {some(changed)}")
         return out
 
     def sources(self) -> Binding:

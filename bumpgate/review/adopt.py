@@ -17,6 +17,7 @@ from bumpgate.core.baseline import file_text, find_root, load
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision
 from bumpgate.core.gate_file import GateFile
+from bumpgate.core.text import some
 from bumpgate.env.freeze import changes, fill_store, store_adopted
 from bumpgate.env.lane import LaneContext
 from bumpgate.env.locks import lock_text
@@ -56,7 +57,6 @@ from bumpgate.review.measured_set import (
     measured_set,
 )
 from bumpgate.review.rebaseline import diff as baseline_diff
-from bumpgate.review.rebaseline import some
 from bumpgate.review.requirements import moved_requirements
 from bumpgate.review.reviewed_findings import reviewed as review_of
 

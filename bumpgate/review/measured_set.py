@@ -24,6 +24,7 @@ from packaging.version import InvalidVersion, Version
 from bumpgate.core.baseline import Baseline
 from bumpgate.core.gate_file import GateFile, GateSide
 from bumpgate.core.rows import Record
+from bumpgate.core.text import some
 from bumpgate.env.build import resolve
 from bumpgate.env.freeze import changes, fetch, lock_of
 from bumpgate.env.inventory import content_of, version_of
@@ -33,7 +34,6 @@ from bumpgate.env.locks import Lock, Wheel
 from bumpgate.env.request import Request
 from bumpgate.env.store import sha256_of, store_root
 from bumpgate.process.file_transaction import AdoptionError, read
-from bumpgate.review.rebaseline import some
 from bumpgate.wheels.store import kernel_store
 
 # Of an interpreter's image, and of the program that measures.

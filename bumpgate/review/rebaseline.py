@@ -29,18 +29,12 @@ from bumpgate.core.baseline import (
 from bumpgate.core.errors import BumpgateError, RefusedError
 from bumpgate.core.hosts import measured_in, of_host, unlike
 from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict, read_record
+from bumpgate.core.text import some
 from bumpgate.process.file_transaction import Edit, read, replace_all, writing
 from bumpgate.process.tree_digest import measured_tree
 from bumpgate.table import change_lines
 
-SHOWN = 3
 MADE_WITH = ("torch", "torch_git", "triton", "python", "wheel_set", "device", "cpu", "cores", "driver")
-
-
-def some(lines: Sequence[str]) -> str:
-    """Return the first few lines, and how many more there are."""
-    more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    return f"{', '.join(lines[:SHOWN])}{more}"
 
 
 @dataclass(frozen=True)

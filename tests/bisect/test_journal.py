@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -124,7 +123,7 @@ from bumpgate.bisect.journal import begin, resume
 from tests.support import journaled_bisect as t
 
 path, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-state = resume(path, t.PLAN) if path.exists() else begin(path, t.PLAN)
+state = resume(path) if path.exists() else begin(path, t.PLAN)
 reads = 0
 real = t.read_candidate
 
@@ -159,7 +158,7 @@ def test_resume_repeats_only_the_pending_probe(tmp_path: Path) -> None:
         due = state.decide()
         state.record(due[0], ProbeOutcome.GOOD)
         assert state.decide() == due[1:]
-    with resume(path, PLAN) as state:
+    with resume(path) as state:
         assert state.decide() == due[1:]
         drive(state, probed)
     assert probed[0] == due[1]
@@ -190,30 +189,6 @@ def test_full_disk_leaves_search_and_file_unchanged(tmp_path: Path, monkeypatch:
         state.record(due[0], ProbeOutcome.GOOD)
     with resume(path) as state:
         assert state.search.history == [(due[0], ProbeOutcome.GOOD)]
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"candidates": (*NIGHTS, "2.14.0")}, "candidates"),
-        ({"command": ("pytest", "-x")}, "command"),
-        ({"good": NIGHTS[1]}, "good"),
-        ({"false_bad": 0.2, "confidence": 0.9}, "false_bad, confidence"),
-        ({"budget": 20}, "budget"),
-    ],
-    ids=str,
-)
-def test_resume_refuses_the_file_of_another_search(
-    changes: dict[str, Any], named: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "state.jsonl"
-    begin(path, PLAN).close()
-    before = path.read_bytes()
-    with pytest.raises(JournalError) as caught:
-        resume(path, replace(PLAN, **changes))
-    assert str(caught.value) == f"state.jsonl is of another search (other {named}): name another file"
-    assert path.read_bytes() == before
-    resume(path, PLAN).close()
 
 
 @pytest.mark.parametrize(

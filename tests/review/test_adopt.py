@@ -20,8 +20,9 @@ from bumpgate.env.locks import read_lock
 from bumpgate.history import adoptions
 from bumpgate.process.tree_digest import bind
 from suites.support.planted import planted
-from tests.support.adopting import LANE, LOG, WRITTEN, AdoptTree, patched, wheels
+from tests.support.adopting import LANE, LOG, NODE, WRITTEN, AdoptTree, Change, patched, rewrite_gate, wheels
 from tests.support.local_index import LocalIndex, fake_wheel
+from tests.support.reports import save_record
 
 pytestmark = pytest.mark.long(54)
 
@@ -146,31 +147,6 @@ def test_reviewed_finding_is_adopted_and_recorded(tree: AdoptTree) -> None:
     ]
 
 
-def test_undecided_time_is_adopted_with_its_review(tree: AdoptTree) -> None:
-    row = "release/facts/saved_bytes"
-    finding = {
-        "decision": "UNKNOWN",
-        "label": "INCONCLUSIVE",
-        "metric": "saved_bytes",
-        "head": "",
-        "rows": [row],
-    }
-    timed = {"outcome": "INCONCLUSIVE", "ratio": 1.2, "interval": [0.98, 1.4], "sessions": 20}
-
-    def leave_open(raw: dict[str, Any]) -> None:
-        raw["findings"] = [finding | {"adopted": [], "candidate": [], "repro": ""}]
-        raw.update(decision="UNKNOWN", timed={row: timed})
-
-    edit_gate(tree, "9.10.0", leave_open)
-    shown = tree.gate("9.10.0", "--resume")
-    assert shown.code == 125, shown.out + shown.err
-    assert "to adopt it: bumpgate adopt 9.10.0/gate.json --reviewed ROW --reason TEXT" in shown.err
-    done = adopt(tree, "9.10.0", "--reviewed", row, "--reason", "few bytes")
-    assert done.code == 0, done.out + done.err
-    line = f"reviewed {row} (INCONCLUSIVE saved_bytes, up to +40.0 %): few bytes"
-    assert line in done.out
-
-
 def test_dry_run_prints_the_diff_and_writes_nothing(tree: AdoptTree) -> None:
     before = tree.files()
     done = adopt(tree, "9.11.0", *REVIEWED, "--dry-run")
@@ -189,69 +165,144 @@ def test_dry_run_prints_the_diff_and_writes_nothing(tree: AdoptTree) -> None:
     assert tree.files() == by_patch, "the printed diff equals what is written"
 
 
-def edit_gate(tree: AdoptTree, version: str, edit: Callable[[dict[str, Any]], None]) -> None:
-    path = tree.root / version / "gate.json"
-    raw = json.loads(path.read_text())
-    edit(raw)
-    path.write_text(json.dumps(raw))
+def problem(raw: dict[str, Any]) -> None:
+    raw["problems"] = [{"test": NODE, "kind": "failed", "why": "boom"}]
 
 
-def gap(raw: dict[str, Any]) -> None:
-    finding = {"decision": "UNKNOWN", "label": "INFRA", "metric": "", "head": "no disk", "rows": []}
-    raw["findings"].append(finding | {"adopted": [], "candidate": [], "repro": ""})
+def of_side(side: str, **packages: str) -> Change:
+    return lambda raw: raw["sides"][side]["packages"].update(packages)
 
 
-EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+# Evidence that does not suffice, in a gate that was judged from it: (words, change of gate.json, of candidate.json).
+INSUFFICIENT: dict[str, tuple[str, Change, Change]] = {
     "unknown": (
         "UNKNOWN, with 1 gaps in the evidence",
-        lambda raw: (gap(raw), raw.update(decision="UNKNOWN")),
+        lambda raw: raw["sides"]["adopted"].update(canaries={"graphs": "read 2, knows 1"}),
+        lambda raw: [j.update(verdict="PASS") for j in raw["rows"]],
     ),
-    "another gap": ("a review does not close gaps in the evidence: INFRA no disk", gap),
+    "another gap": (
+        "a review does not close gaps in the evidence: INSTRUMENT graphs",
+        lambda raw: raw["sides"]["candidate"].update(canaries={"graphs": "read 2, knows 1"}),
+        bool,
+    ),
     "unfinished": (
         "the gate is not finished: resume it with its command and --resume",
         lambda raw: raw.update(finished=False),
+        bool,
     ),
     "selection": (
         "measured a part of lane cpu (suites/release): gate the whole lane",
         lambda raw: raw["config"].update(selection=["suites/release"]),
+        bool,
     ),
     "another adopted set": (
         "compares with torch==9.8.0, not with the adopted set",
         lambda raw: raw["config"].update(adopted="torch==9.8.0"),
+        bool,
     ),
     "other adopted interpreter": (
         "does not compare with the adopted set (torch 9.9.0 -> 9.7.0)",
-        lambda raw: (
-            raw["config"].update(python_adopted="/x"),
-            raw["sides"]["adopted"]["packages"].update(torch="9.7.0"),
-        ),
+        lambda raw: (raw["config"].update(python_adopted="/x"), of_side("adopted", torch="9.7.0")(raw)),
+        bool,
     ),
-    "commit": ("is stale (commit 123 -> none)", lambda raw: raw["binding"].update(commit="123")),
-    "bumpgate": ("is stale (bumpgate 0.0 -> ", lambda raw: raw["binding"].update(bumpgate="0.0")),
-    "no binding": ("does not record its work tree: gate again", lambda raw: raw.update(binding=None)),
-    "lane": ("unknown lane 'tpu'", lambda raw: raw.update(lane="tpu")),
+    "commit": ("is stale (commit 123 -> none)", lambda raw: raw["binding"].update(commit="123"), bool),
+    "bumpgate": ("is stale (bumpgate 0.0 -> ", lambda raw: raw["binding"].update(bumpgate="0.0"), bool),
     "packages": (
         "is not the set that was measured (torch 9.11.0 -> 9.8.0)",
-        lambda raw: raw["sides"]["candidate"]["packages"].update(torch="9.8.0"),
+        of_side("candidate", torch="9.8.0"),
+        bool,
     ),
-    "failed test": (
-        "a failed test cannot be reviewed away: PROBLEM boom",
-        lambda raw: (
-            raw["findings"][0].update(label="PROBLEM", metric="", head="boom", rows=[])
-            or raw["findings"].append(
-                {**raw["findings"][0], "label": "CHANGED", "rows": ["release/facts/category"]}
-            )
-        ),
-    ),
+    "failed test": ("a failed test cannot be reviewed away: PROBLEM", bool, problem),
 }
 
 
 @planted("C39", "a gate that shows nothing, or another thing, is adopted")
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("name", INSUFFICIENT)
 def test_adopt_refuses_insufficient_gate(tree: AdoptTree, name: str) -> None:
-    words, edit = EDITS[name]
-    edit_gate(tree, "9.11.0", edit)
+    words, gate, candidate = INSUFFICIENT[name]
+    rewrite_gate(tree.root / "9.11.0", gate, candidate)
     refused(tree, words, "9.11.0", *REVIEWED)
+
+
+def of_record(side: str, change: Change, *, sealed: bool = True) -> Callable[[Path], Any]:
+    """Return an edit of a side's record. sealed: with the digest that a run would have given it."""
+
+    def edit(folder: Path) -> None:
+        path = folder / f"{side}.json"
+        raw = json.loads(path.read_text())
+        change(raw)
+        save_record(path, raw) if sealed else path.write_text(json.dumps(raw))
+
+    return edit
+
+
+def of_gate(change: Change) -> Callable[[Path], Any]:
+    def edit(folder: Path) -> None:
+        raw = json.loads((folder / "gate.json").read_text())
+        change(raw)
+        (folder / "gate.json").write_text(json.dumps(raw))
+
+    return edit
+
+
+def swap(folder: Path) -> None:
+    shutil.copy(folder / "adopted.json", folder / "candidate.json")
+
+
+EDITED: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "adopt": ("other decision", of_gate(lambda raw: raw.update(decision="ADOPT", findings=[]))),
+    "no findings": (
+        "states HOLD, and its worst finding is ADOPT",
+        of_gate(lambda raw: raw.update(findings=[])),
+    ),
+    "harmless": (
+        "states HOLD, and its worst finding is ADOPT",
+        of_gate(lambda raw: [f.update(decision="ADOPT") for f in raw["findings"]]),
+    ),
+    "head": ("other findings", of_gate(lambda raw: raw["findings"][0].update(head="nothing"))),
+    "other row": ("other findings", of_gate(lambda raw: raw["findings"][0].update(rows=["a/b/c"]))),
+    "moved": ("other moved", of_gate(lambda raw: raw.update(moved=[]))),
+    "finished": ("finished must be a bool, got 'no'", of_gate(lambda raw: raw.update(finished="no"))),
+    "config": ("config must be a dict, got None", of_gate(lambda raw: raw.update(config=None))),
+    "selection": ("evidence changed since", of_gate(lambda raw: raw["config"].update(selection=3))),
+    "packages": ("evidence changed since", of_gate(of_side("candidate", torch="9.10.0"))),
+    "no digests": ("it does not hold what it was judged from", of_gate(lambda raw: raw.pop("digests"))),
+    "no inputs": ("it does not hold what it was judged from", of_gate(lambda raw: raw.update(inputs=None))),
+    "no binding": ("evidence changed since", of_gate(lambda raw: raw.update(binding=None))),
+    "swapped": ("candidate.json changed since the verdict", swap),
+    "no rows": ("candidate.json changed since", of_record("candidate", lambda raw: raw.update(rows=[]))),
+    "a value": (
+        "adopted.json changed since",
+        of_record("adopted", lambda raw: raw["rows"][1]["row"].update(value="FutureWarning")),
+    ),
+    "complete": (
+        "changed since the verdict",
+        of_record("candidate", lambda raw: raw.update(complete="false"), sealed=False),
+    ),
+    "lost": ("candidate.json changed since", lambda folder: (folder / "candidate.json").unlink()),
+}
+
+
+@planted("C39", "a gate is edited after its verdict, and then believed")
+@pytest.mark.parametrize("name", EDITED)
+def test_edited_gate_is_believed_nowhere(tree: AdoptTree, name: str) -> None:
+    words, edit = EDITED[name]
+    edit(tree.root / "9.11.0")
+    refused(tree, words, "9.11.0", *REVIEWED)
+    for command in (("report",), ("history", "add")):
+        done = tree.bumpgate(*command, "9.11.0/gate.json")
+        assert (done.code, done.out, len(done.err.splitlines())) == (4, "", 1), done.out + done.err
+        assert words in done.err
+    assert not (tree.root / "9.11.0/gate.html").exists()
+
+
+@pytest.mark.parametrize("lane", ["tpu", 3, None])
+def test_gate_of_a_lane_that_is_not_declared_is_one_line(tree: AdoptTree, lane: object) -> None:
+    of_gate(lambda raw: raw.update(lane=lane))(tree.root / "9.11.0")
+    before = tree.files()
+    done = adopt(tree, "9.11.0", *REVIEWED)
+    assert (done.code, done.out, len(done.err.splitlines())) == (4, "", 1), done.out + done.err
+    assert tree.files() == before
 
 
 def test_adopt_refuses_gate_whose_acceptance_expired(tree: AdoptTree) -> None:
@@ -260,7 +311,7 @@ def test_adopt_refuses_gate_whose_acceptance_expired(tree: AdoptTree) -> None:
     entry = 'lane = "cpu"\nrow = "release/facts/category"\nvalue = "x"\nowner = "ada"\nreason = "why"\n'
     tree.write("baselines/accepted.toml", f"[[accepted]]\n{entry}since = {day}\nexpires = {day}\n")
     now = bind(tree.root, tree.root / "9.11.0").to_json()
-    edit_gate(tree, "9.11.0", lambda raw: raw.update(started=f"{day}T00:00:00+00:00", binding=now))
+    rewrite_gate(tree.root / "9.11.0", lambda raw: raw.update(started=f"{day}T00:00:00+00:00", binding=now))
     words = f"is stale (the acceptance of release/facts/category expired {day}): gate again"
     refused(tree, words, "9.11.0", *REVIEWED)
     resumed = tree.gate("9.11.0", "--resume")
@@ -343,6 +394,10 @@ def test_killed_adoption_is_undone_by_the_next_command(tree: AdoptTree, at: int)
     assert (gate.code, len(gate.err.splitlines())) == (4, 1)
     words = "the adoption of lane cpu was cut short here: undo it with: bumpgate rollback cpu --adoption"
     assert words in gate.err
+    cut = tree.files()
+    dry = adopt(tree, "9.11.0", *REVIEWED, "--dry-run")
+    assert (dry.code, dry.out, tree.files()) == (4, "", cut), "a dry run recovers nothing"
+    assert words in dry.err
     if at % 2:
         back = tree.bumpgate("rollback", "cpu", "--adoption", "--no-smoke")
         assert back.code == 0, back.out + back.err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from bumpgate.core.baseline import load
+from bumpgate.core.text import some
 from bumpgate.core.toml import tomllib
 from bumpgate.env.inventory import content_of
 from bumpgate.env.lane import lane_lock
 from bumpgate.env.locks import read_lock
 from bumpgate.env.store import sha256_of
 from bumpgate.history import adoptions
-from bumpgate.review.measured_set import some
 from suites.support.planted import planted
-from tests.support.adopting import LANE, WRITTEN, wheels
+from tests.support.adopting import LANE, WRITTEN, Change, rewrite_gate, wheels
 from tests.support.local_index import LocalIndex
 from tests.support.prepared import EXTRA, SDIST, PreparedTree
 from tests.support.project import Result
@@ -80,11 +80,8 @@ def refused(tree: PreparedTree, words: str, *more: str) -> None:
     assert tree.files() == before
 
 
-def edit(tree: PreparedTree, change: Callable[[dict[str, Any]], Any], name: str = "gate") -> None:
-    path = tree.root / f"g/{name}.json"
-    raw = json.loads(path.read_text())
-    change(raw)
-    path.write_text(json.dumps(raw))
+def edit(tree: PreparedTree, gate: Change = bool, candidate: Change = bool) -> None:
+    rewrite_gate(tree.root / "g", gate, candidate)
 
 
 def candidate(tree: PreparedTree, gate: str) -> str:
@@ -206,7 +203,7 @@ def test_rows_absent_for_another_reason_are_kept(tree: PreparedTree, links: tupl
         raw["provenance"]["not_run"].append("release/facts/code_hash: liger_kernel is not installed")
         raw["rows"] = [j for j in raw["rows"] if j["row"]["id"] != "release/facts/code_hash"]
 
-    edit(tree, lose, "candidate")
+    edit(tree, candidate=lose)
     done = adopt(tree, *CANDIDATE, *WITHOUT, *links, *REVIEWED, "--no-store")
     assert done.code == 0, done.err
     listed = "release/facts/code_hash (liger_kernel is not installed)"
@@ -277,7 +274,7 @@ def both_sides(raw: dict[str, Any], **packages: str) -> None:
         side["packages"] |= packages
 
 
-EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+EDITS: dict[str, tuple[str, Change]] = {
     "version": (
         "the interpreter did not have the set of torch==9.11.0 (set -> interpreter: torch 9.11.0 -> 9.10.0): install"
         " these versions in ",
@@ -328,8 +325,11 @@ def test_interpreter_with_another_set_is_refused(
 
 def label(tree: PreparedTree, **provenance: str | None) -> None:
     """Make the candidate's torch 9.11.0+cpu by its metadata. The index has 9.11.0."""
-    edit(tree, lambda raw: raw["sides"]["candidate"]["packages"].update(torch="9.11.0+cpu"))
-    edit(tree, lambda raw: raw["provenance"].update(provenance), "candidate")
+    edit(
+        tree,
+        lambda raw: raw["sides"]["candidate"]["packages"].update(torch="9.11.0+cpu"),
+        lambda raw: raw["provenance"].update(provenance),
+    )
 
 
 VARIANTS: dict[str, tuple[dict[str, str | None], str]] = {
@@ -367,7 +367,7 @@ def test_build_whose_label_the_index_omits_is_adopted(tree: PreparedTree, links:
 
 def test_interpreter_of_another_python_is_refused(tree: PreparedTree, links: tuple[str, ...]) -> None:
     python = read_lock(lane_lock(tree.root, "cpu")).python
-    edit(tree, lambda raw: raw["provenance"].update(python="3.7.9"), "candidate")
+    edit(tree, candidate=lambda raw: raw["provenance"].update(python="3.7.9"))
     words = f"the candidate ran Python 3.7, and the set of lane cpu is for {python}: gate an interpreter of Python"
     refused(tree, words, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
 
@@ -407,8 +407,8 @@ def test_kernel_wheel_as_candidate_is_compared_by_its_file(tree: PreparedTree) -
                 fast=content_of(tree.wheel("again", "fast")), faster=content_of(tree.wheel("old", "faster"))
             ),
         ),
+        lambda raw: raw["provenance"].update(torch="9.9.0"),
     )
-    edit(tree, lambda raw: raw["provenance"].update(torch="9.9.0"), "candidate")
     again, old = (str(tree.wheel(build, "fast")) for build in ("again", "old"))
     words = f"the set of {old} has another build of fast 1.0 than the interpreter, {again}: name that file: --candidate"
     links = ("--find-links", str(tree.kernels / "again"), "--find-links", str(tree.kernels / "old"))

@@ -7,23 +7,29 @@ changes a fact, and 9.12.0 breaks an expected value.
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bumpgate import cli
 from bumpgate.core.baseline import Baseline, Reviewed, save
+from bumpgate.core.rows import read_record
+from bumpgate.gate import evidence, state
 from bumpgate.process.file_transaction import digest
 from tests.support.builds import host_pytest
 from tests.support.gate_tree import CANARY
 from tests.support.local_index import LocalIndex, fake_wheel
 from tests.support.project import Project, Result
+from tests.support.reports import save_record
 
 TEST = """
 @lanes("cpu")
@@ -149,6 +155,21 @@ class AdoptTree(Project):
         """Return the current content of the files that an adoption writes."""
         found = [self.root / path for path in (*WRITTEN, LOG)]
         return {p.name: p.read_bytes() if p.exists() else None for p in found}
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def rewrite_gate(folder: Path, gate: Change = bool, candidate: Change = bool) -> None:
+    """Write what a gate with other evidence would have written, judged again. gate, candidate: change its JSON."""
+    raw = json.loads((folder / "candidate.json").read_text())
+    candidate(raw)
+    save_record(folder / "candidate.json", raw)
+    raw = json.loads((folder / state.NAME).read_text())
+    gate(raw)
+    found = state.parse(folder / state.NAME, raw)
+    records = {name: read_record(folder / f"{name}.json") for name in found.sides}
+    (evidence.judge(found, records) if found.finished else found).write(folder)
 
 
 def patched(tree: AdoptTree, fault: str, *arguments: str) -> tuple[int, str, str]:
