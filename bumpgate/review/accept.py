@@ -26,8 +26,9 @@ from bumpgate.core.baseline import find_root
 from bumpgate.core.baseline import load as load_baseline
 from bumpgate.core.errors import BumpgateError, RefusedError, is_line
 from bumpgate.core.findings import TimedOutcome
-from bumpgate.core.gate_file import GateFile, Paired, read
+from bumpgate.core.gate_file import GateFile, Paired
 from bumpgate.core.rows import Judgement, Record, is_finite
+from bumpgate.gate.evidence import read_judged
 from bumpgate.process.file_transaction import Edit, replace_all, writing
 from bumpgate.process.file_transaction import read as read_text
 from bumpgate.process.tree_digest import Binding, bind, measured_tree
@@ -75,7 +76,7 @@ def command(
             done = f"removed {len(entries) - len(kept)} of {row}"
         else:
             measured = record or root / "record.json"
-            found = read(measured)
+            found = read_judged(measured)
             if isinstance(found, Record):
                 refuse_unproved(found)
             made = _entry(root, measured, found, row, lane, owner, reason, _day(expires))

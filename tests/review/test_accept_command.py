@@ -101,19 +101,13 @@ def test_accept_takes_candidate_values_and_ratios_of_a_gate(
         for n, v in ((13, 13), (14, 19))
     ]
     timed = {SECONDS: paired(TimedOutcome.SLOWER, 1.061), "t/b/s": paired(TimedOutcome.SAME, 1.0)}
-    timed["t/c/s"], timed["t/d/s"] = timed["t/b/s"], timed[SECONDS]
-    path, _ = write_gate(folder, *sides, timed)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"binding": bind(tmp_path, folder).to_json()}))
-    day = str(accepted.today())
-    drifts = {row: {"since": day, "called": day, "ratio": 1.08} for row in ("t/c/s", "t/d/s")}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"drifts": drifts}))
+    path, _ = write_gate(folder, *sides, timed, binding=bind(tmp_path, folder))
     where = ("--record", str(path))
     assert run("a/b/n", *WHO, *SOON, *where)[0] == 0
-    for id in (SECONDS, "t/c/s", "t/d/s"):
-        assert run(id, *WHO, *SOON, *where)[0] == 0
-    first, *others = accepted.load(Path("baselines/accepted.toml"))
+    assert run(SECONDS, *WHO, *SOON, *where)[0] == 0
+    first, second = accepted.load(Path("baselines/accepted.toml"))
     assert first.value == 19
-    assert {a.row: a.ratio for a in others} == {SECONDS: 1.061, "t/c/s": 1.08, "t/d/s": 1.08}
+    assert (second.row, second.ratio) == (SECONDS, pytest.approx(1.061))
     code, _, err = run("t/b/s", *WHO, *SOON, *where)
     assert (code, err) == (1, "refused: t/b/s: the paired sessions read SAME: nothing to accept\n")
     (tmp_path / "docs").mkdir()
@@ -127,6 +121,21 @@ def test_accept_takes_candidate_values_and_ratios_of_a_gate(
         " is with --other-tree\n",
     )
     assert run("a/b/n", *WHO, *SOON, *where, "--other-tree")[0] == 0
+    raw = json.loads(path.read_text())
+    raw["timed"][SECONDS]["ratio"] = 1.9
+    path.write_text(json.dumps(raw))
+    code, _, err = run(SECONDS, *WHO, *SOON, *where, "--other-tree")
+    assert (code, len(err.splitlines()), "(other timed): gate again" in err) == (4, 1, True), err
+
+
+@pytest.mark.parametrize(
+    ("outcome", "drift", "ratio"),
+    [("SLOWER", None, 1.06), ("SLOWER", 1.08, 1.08), ("SLOWER", 1.02, 1.06), ("SAME", 1.08, 1.08)],
+)
+def test_larger_of_slowdown_and_drift_is_accepted(outcome: str, drift: float | None, ratio: float) -> None:
+    made = accepted.Acceptance("cpu", SECONDS, None, "ada", "x", accepted.today(), accepted.today())
+    timed = Paired(outcome, 1.06, (1.05, 1.07), 16)
+    assert accept._timed_entry(made, timed, drift).ratio == ratio
 
 
 def test_accept_refuses_a_record_of_other_sources(

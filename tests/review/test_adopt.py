@@ -175,13 +175,8 @@ def of_side(side: str, **packages: str) -> Change:
 
 # Evidence that does not suffice, in a gate that was judged from it: (words, change of gate.json, of candidate.json).
 INSUFFICIENT: dict[str, tuple[str, Change, Change]] = {
-    "unknown": (
-        "UNKNOWN, with 1 gaps in the evidence",
-        lambda raw: raw["sides"]["adopted"].update(canaries={"graphs": "read 2, knows 1"}),
-        lambda raw: [j.update(verdict="PASS") for j in raw["rows"]],
-    ),
     "another gap": (
-        "a review does not close gaps in the evidence: INSTRUMENT graphs",
+        "a review does not close gaps in the evidence: INSTRUMENT instrument graphs: read 2",
         lambda raw: raw["sides"]["candidate"].update(canaries={"graphs": "read 2, knows 1"}),
         bool,
     ),
@@ -224,6 +219,12 @@ def test_adopt_refuses_insufficient_gate(tree: AdoptTree, name: str) -> None:
     refused(tree, words, "9.11.0", *REVIEWED)
 
 
+def test_adopt_refuses_a_gate_with_a_gap(tree: AdoptTree) -> None:
+    broken = {"graphs": "read 2, knows 1"}
+    rewrite_gate(tree.root / "9.10.0", lambda raw: raw["sides"]["adopted"].update(canaries=broken))
+    refused(tree, "UNKNOWN, with 1 gaps in the evidence", "9.10.0")
+
+
 def of_record(side: str, change: Change, *, sealed: bool = True) -> Callable[[Path], Any]:
     """Return an edit of a side's record. sealed: with the digest that a run would have given it."""
 
@@ -264,7 +265,10 @@ EDITED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "moved": ("other moved", of_gate(lambda raw: raw.update(moved=[]))),
     "finished": ("finished must be a bool, got 'no'", of_gate(lambda raw: raw.update(finished="no"))),
     "config": ("config must be a dict, got None", of_gate(lambda raw: raw.update(config=None))),
-    "selection": ("evidence changed since", of_gate(lambda raw: raw["config"].update(selection=3))),
+    "selection": (
+        "not a gate that can be resumed (TypeError: ",
+        of_gate(lambda raw: raw["config"].update(selection=3)),
+    ),
     "packages": ("evidence changed since", of_gate(of_side("candidate", torch="9.10.0"))),
     "no digests": ("it does not hold what it was judged from", of_gate(lambda raw: raw.pop("digests"))),
     "no inputs": ("it does not hold what it was judged from", of_gate(lambda raw: raw.update(inputs=None))),

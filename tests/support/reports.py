@@ -34,6 +34,7 @@ from bumpgate.gate.state import Gate, Inputs, SideState
 from bumpgate.gate.timed import Sessions
 from bumpgate.gate.verdict import GateVerdict, Side
 from bumpgate.history.archive import Archive
+from bumpgate.process.tree_digest import Binding
 
 TEST = "suites/compile/test_policies.py::test_counts[nam52-regional-cpu]"
 EVIL = "<script>alert('x')</script> & \"$\\alpha$\" `|` ]]>"
@@ -98,6 +99,7 @@ def write_gate(
     started: str = "2026-11-21T02:00:00+00:00",
     candidate: str = "torch==2.14.0",
     selection: tuple[str, ...] = (),
+    binding: Binding | None = None,
 ) -> tuple[Path, GateVerdict]:
     """Write gate.json as the gate does, with adopted.json, candidate.json and its verdict.
 
@@ -130,6 +132,7 @@ def write_gate(
         finished=True,
         sides=sides,
         paired=paired,
+        binding=binding,
         inputs=Inputs(plan=plan, today=date(2026, 11, 21)),
     )
     made = judge(gate, {"adopted": good.record, "candidate": bad.record})
