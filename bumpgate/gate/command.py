@@ -7,11 +7,11 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 from packaging.utils import canonicalize_name
@@ -20,7 +20,7 @@ from rich.console import Console
 from bumpgate.core import accepted, lanes
 from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import BumpgateError, ExtraMissingError
-from bumpgate.core.findings import NO_REGRESSION, Decision, DriftReading
+from bumpgate.core.findings import NO_REGRESSION, Decision
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Record
 from bumpgate.core.text import redacted
@@ -54,6 +54,7 @@ from bumpgate.table import part_of_lane
 
 INTERRUPTED = 130
 Texts = list[str] | None
+T = TypeVar("T")
 EQUAL_OUTCOMES = tuple(outcome.value for outcome in NO_REGRESSION)
 
 
@@ -182,7 +183,8 @@ def _measured(
         environments=specs,
         view=view,
         plan=plan,
-        recent=_recent,
+        recent=_of_history(adoptions.recent),
+        oldest=_of_history(adoptions.oldest),
         today=accepted.today(),
         started=now - gate.wall_seconds,
         deadline=now + 60 * how.budget if how.budget is not None else float("inf"),
@@ -300,12 +302,16 @@ def explained(gate: GateFile) -> str:
     return "; ".join(cut(parts))
 
 
-def _recent(lane: str, rows: Sequence[str], days: int) -> Mapping[str, Sequence[DriftReading]]:
-    """Return readings from the history; empty if its optional libraries are missing, so that the gate still works."""
-    try:
-        return adoptions.recent(lane, rows, days)
-    except ExtraMissingError:
-        return {}
+def _of_history(read: Callable[..., Mapping[str, T]]) -> Callable[..., Mapping[str, T]]:
+    """Return a reader of the history that finds nothing if its optional libraries are missing: the gate still works."""
+
+    def found(*what: Any) -> Mapping[str, T]:
+        try:
+            return read(*what)
+        except ExtraMissingError:
+            return {}
+
+    return found
 
 
 def _adopted_a_month_ago(lane: str) -> str:

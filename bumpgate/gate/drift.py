@@ -37,6 +37,8 @@ HISTORY_DAYS = 183
 
 # (lane, row ids, days) -> row id -> its readings against an anchor, by day.
 Recent = Callable[[str, Sequence[str], int], Mapping[str, Sequence[DriftReading]]]
+# (lane, row ids, days) -> row id -> its oldest value.
+Oldest = Callable[[str, Sequence[str], int], Mapping[str, float]]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from bumpgate.gate.state import Gate
 from bumpgate.gate.timed import Sessions
 from bumpgate.gate.verdict import (
     Side,
+    added_up,
     anchor_gap,
     equal_sides,
     judge_gate,
@@ -69,7 +70,8 @@ def judge(
         *equal_sides(gate),
         *left_out(gate, records.get("candidate")),
     ]
-    findings = group([*verdict.findings, *of_adopted_alone(lane, alone), *lost, *gaps])
+    crept_up = added_up(lane, verdict.findings, records.get("candidate"), inputs.oldest)
+    findings = group([*verdict.findings, *crept_up, *of_adopted_alone(lane, alone), *lost, *gaps])
     return replace(
         gate,
         drifts={row: drifts[-1] for row, drifts in found.items()},

@@ -26,6 +26,7 @@ from bumpgate.gate.remeasure import read_again, spoiled_again
 from bumpgate.gate.runner import Bench
 from bumpgate.gate.state import NAME, Gate, Inputs
 from bumpgate.gate.timed import Sessions, timed_rows
+from bumpgate.gate.verdict import small_changes
 from bumpgate.process.host import host_class
 from bumpgate.process.runner import NOTHING_SELECTED, USAGE, LaneRun, installed
 from bumpgate.table import summary
@@ -279,9 +280,12 @@ def judge(bench: Bench, gate: Gate) -> Gate:
         readings=bench.recent(lane, rows, drift.HISTORY_DAYS) if rows else {},
         tree=tuple(gate.binding.differences(now)) if gate.binding and (now := bench.tree()) else (),
     )
-    return evidence.judge(
-        replace(gate, inputs=inputs), _records(bench, gate), bench.root, bench.options(gate)
-    )
+    records, options = _records(bench, gate), bench.options(gate)
+    judged = evidence.judge(replace(gate, inputs=inputs), records, bench.root, options)
+    if not (small := small_changes(judged.findings)):
+        return judged
+    inputs = replace(inputs, oldest=bench.oldest(lane, small, drift.HISTORY_DAYS))
+    return evidence.judge(replace(gate, inputs=inputs), records, bench.root, options)
 
 
 def _records(bench: Bench, gate: Gate) -> dict[str, Record | None]:

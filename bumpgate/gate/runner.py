@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bumpgate.core import lanes
 from bumpgate.core.rows import Record, read_record
-from bumpgate.gate.drift import Recent
+from bumpgate.gate.drift import Oldest, Recent
 from bumpgate.gate.environments import SIDES, TITLES, EnvSpec
 from bumpgate.gate.options import GateConfig
 from bumpgate.gate.plan import SessionPlan
@@ -47,6 +47,7 @@ class Bench:
     view: View
     plan: SessionPlan
     recent: Recent
+    oldest: Oldest
     today: date
     started: float
     deadline: float = math.inf

@@ -85,6 +85,7 @@ class Inputs:
     acceptances: of the lane.
     readings: row id -> earlier readings against an anchor.
     tree: how the work tree changed during the gate.
+    oldest: row id -> its oldest value in the history, of rows with a change that holds nothing.
     """
 
     plan: SessionPlan
@@ -92,6 +93,7 @@ class Inputs:
     acceptances: tuple[Acceptance, ...] = ()
     readings: Mapping[str, Sequence[DriftReading]] = field(default_factory=dict)
     tree: tuple[str, ...] = ()
+    oldest: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Inputs:
@@ -109,6 +111,7 @@ class Inputs:
                 for row, series in raw["readings"].items()
             },
             tree=tuple(raw["tree"]),
+            oldest=dict(raw["oldest"]),
         )
 
 

@@ -35,7 +35,17 @@ from bumpgate.core.findings import (
     group,
 )
 from bumpgate.core.outcomes import skipped_in_both
-from bumpgate.core.rows import Judgement, Problem, ProblemKind, Record, Value, Verdict, is_finite, is_time
+from bumpgate.core.rows import (
+    Judgement,
+    Problem,
+    ProblemKind,
+    Record,
+    Value,
+    Verdict,
+    is_finite,
+    is_time,
+    metric,
+)
 from bumpgate.gate.compare_rows import (
     ValueChange,
     change,
@@ -665,6 +675,31 @@ def of_drift(lane: str, row: str, c: Drift, test: str) -> Finding:
     return Finding(
         Decision.HOLD, "CREEP", metric, "", (row,), (adopted,), (candidate,), investigate(lane, test)
     )
+
+
+def small_changes(findings: Iterable[Finding]) -> list[str]:
+    """Return the rows whose change held nothing because it is small."""
+    label, shown = Verdict.CHANGED.value, Decision.ADOPT
+    return [row for f in findings if (f.label, f.decision) == (label, shown) for row in f.rows]
+
+
+def added_up(
+    lane: str, findings: Iterable[Finding], candidate: Record | None, oldest: Mapping[str, float]
+) -> list[Finding]:
+    """Report small changes that add up, since the oldest value in the history, to one that a person would hold."""
+    rows = _by_id(candidate) if candidate else {}
+    found = []
+    for id in small_changes(findings):
+        j = rows.get(id)
+        if j is None or id not in oldest or j.accepted:
+            continue
+        before = replace(j.row, value=oldest[id])
+        if change(before, j.row) in (ValueChange.WORSE, ValueChange.OTHER) and not j.row.per_build:
+            seen = (f"{id}: {_number(oldest[id])} {j.row.unit}, the oldest value in the history",)
+            now = (f"{id}: {_number(j.row.value)} {j.row.unit}",)
+            repro = investigate(lane, j.row.test)
+            found.append(Finding(Decision.HOLD, "CREEP", metric(j.row), "", (id,), seen, now, repro))
+    return found
 
 
 def anchor_gap(gate: Gate, root: Path, options: Sequence[str]) -> list[Finding]:

@@ -13,7 +13,7 @@ from bumpgate.core.accepted import today
 from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import one_line
 from bumpgate.core.findings import DriftReading
-from bumpgate.core.rows import write_atomic
+from bumpgate.core.rows import is_finite, write_atomic
 from bumpgate.core.toml import tomllib
 from bumpgate.history.archive import Archive, default_store
 from bumpgate.process.file_transaction import (
@@ -214,6 +214,21 @@ def recent(
 ) -> dict[str, tuple[DriftReading, ...]]:
     """Return row id -> readings of adopted builds against the build of a month before, for `drift.find_drift`."""
     return Archive(store or default_store()).drifted(lane, rows, days, day or today())
+
+
+def oldest(
+    lane: str, rows: Sequence[str], days: int, *, store: str = "", root: Path | None = None
+) -> dict[str, float]:
+    """Return row id -> its oldest right value of the last `days`, or since the adoption that last reviewed it."""
+    archive = Archive(store or default_store())
+    entries = [a for a in load(root or find_root(Path.cwd())).entries if a.lane == lane and not a.rolled_back]
+    found = {}
+    for row in rows:
+        since = max((a.day for a in entries if any(r.row == row for r in a.reviewed)), default=date.min)
+        right = (p.value for p in archive.points(row, lane, days) if p.verdict == "PASS" and p.day >= since)
+        if is_finite(value := next(right, None)):
+            found[row] = value
+    return found
 
 
 def adopted(lane: str, *, store: str = "", root: Path | None = None) -> list[tuple[date, str]]:

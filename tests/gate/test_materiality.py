@@ -7,6 +7,7 @@ The changes are of libtpu 0.0.52 against 0.0.51, of torch 2.15.0 against 2.11.0 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ import pytest
 from bumpgate.core.findings import Decision, TimedOutcome
 from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict
 from bumpgate.gate.environments import same_variant
+from bumpgate.gate.evidence import read_judged
 from bumpgate.gate.materiality import KINDS, allowed, kind_of
 from bumpgate.gate.sequential import Timed
+from bumpgate.gate.state import NAME
 from bumpgate.gate.verdict import GateVerdict, Side, judge_gate
+from tests.support.gating import COUNT_TEST, Machine
 
 LOWER = {"better": "lower"}
 CPU, CUDA, NEWER_CUDA = "2.13.0+cpu", "2.15.0+cu132", "2.16.0+cu140"
@@ -150,3 +154,18 @@ def test_candidate_is_requested_in_the_adopted_variant_first(
     requirement: str, adopted: str, first: list[str]
 ) -> None:
     assert same_variant(requirement, adopted) == first
+
+
+@pytest.mark.parametrize(
+    ("oldest", "decision"), [(1600, Decision.HOLD), (1625, Decision.ADOPT), (1700, Decision.HOLD)]
+)
+def test_small_changes_add_up(machine: Machine, out: Path, oldest: int, decision: Decision) -> None:
+    """1629 -> 1640 fusions hold nothing, unless the history shows that they were 1600."""
+    for side, value in (("adopted", 1629), ("candidate", 1640)):
+        made = row("compile/a/fusions", value, "count", test=COUNT_TEST)
+        machine.sides[side].counts = [Judgement(made, Verdict.PASS, "")]
+    machine.oldest = {"compile/a/fusions": oldest}
+    gate = machine.gate(out)
+    assert gate.decision is decision
+    assert ("CREEP" in {f.label for f in gate.findings}) is (decision is Decision.HOLD)
+    assert read_judged(out / NAME).decision is decision

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date, datetime, timezone
+from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,7 @@ class Machine:
         self.read = Counter[tuple[str, str, int]]()
         self.before_process: Callable[[], None] = lambda: None
         self.recent: Mapping[str, Sequence[DriftReading]] = {}
+        self.oldest: Mapping[str, float] = {}
         self.bench: PreparedGate | None = None
 
     def installed(self, python: Path, *_: object) -> Installed:
@@ -197,6 +198,10 @@ class Machine:
             0 if judgements or problems else NOTHING_SELECTED, made, "", 0.1, record.with_suffix(".log")
         )
 
+    def _recent(self, lane: str, rows: Sequence[str], days: int) -> dict[str, list[DriftReading]]:
+        first = TODAY - timedelta(days)
+        return {row: [r for r in readings if r.day >= first] for row, readings in self.recent.items()}
+
     def caches(self, name: str) -> dict[str, str]:
         """Return the env_vars of a new pair of compile caches."""
         folder = self.cache_folder / name
@@ -213,8 +218,8 @@ class Machine:
         gate = state.read(out, plan) or begun
         places = {name: EnvSpec(Path(f"/envs/{name}"), self.caches(name)) for name in gate.sides}
         view = View(Console(file=(out / "output.txt").open("a"), width=200))
-        recent = lambda lane, rows, days: self.recent  # noqa: E731 - the shape of adoptions.recent
-        fixed = {"root": self.root, "out": out, "view": view, "plan": plan, "recent": recent, "today": TODAY}
+        fixed = {"root": self.root, "out": out, "view": view, "plan": plan, "today": TODAY}
+        fixed |= {"recent": self._recent, "oldest": lambda lane, rows, days: self.oldest}
         self.bench = PreparedGate(gate, places, fixed | options)
         return self.bench
 
