@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.attention.naive import seen_by
+from kernels._documents import seen_by
 
 
 def mla_naive(

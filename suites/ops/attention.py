@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels._documents import seen_by
 from kernels.attention import attention
 from kernels.attention.eager import attention_backward_eager, attention_forward_with_lse
-from kernels.attention.naive import attention_naive, seen_by
+from kernels.attention.naive import attention_naive
 from suites.ops import spec
 from suites.ops.spec import Named, largest_norm
 

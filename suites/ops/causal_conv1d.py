@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention.naive import seen_by
+from kernels._documents import seen_by
 from kernels.causal_conv1d import causal_conv1d
 from kernels.causal_conv1d.eager import causal_conv1d_backward_eager, causal_conv1d_eager
 from kernels.causal_conv1d.naive import causal_conv1d_naive

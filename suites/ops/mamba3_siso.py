@@ -194,7 +194,7 @@ def interpreter() -> list[spec.KernelOp]:
     from kernels.mamba3_siso import kernel, kernel_forward
 
     def inputs(chunk_size: int, dtype: torch.dtype, **sizes: Any) -> Named:
-        made = make_inputs(dtype=dtype, **{"starts": (5, 6, 27), "seed": SEEDS.get(sizes["T"], 0)} | sizes)
+        made = make_inputs(dtype=dtype, **{"starts": (5, 6, 27)} | sizes)
         return made | {n: made[n].to(dtype) for n in ("angles", "D")} | {"chunk_size": chunk_size}
 
     def forward(**arguments: Any) -> Outputs:
@@ -240,6 +240,8 @@ def interpreter() -> list[spec.KernelOp]:
             per_token=PER_TOKEN[:-1],
             state=STATE,
             narrow_products=True,
+            # A maximum error comes from one entry of few: one draw in five is beyond the factor.
+            pooled=[{"seed": seed} for seed in range(3)],
             layouts=[spec.KernelCase(SIZES[2], dtypes=("fp16",))],
         )
     ]
@@ -251,8 +253,6 @@ SIZES = [
     (1, 18, 2, 16, 16, 1, 8, 64),
     (2, 19, 2, 8, 12, 1, 6, 16),  # all columns rotate, and fill no power of two
 ]
-# T -> the seed, 0 elsewhere. A maximum error comes from one entry of few: one draw in five is beyond the factor.
-SEEDS = {18: 18}
 # Here the plain formula computes the gradient of adt without a product, so it has no comparable 16-bit error.
 ONE_TOKEN = (2, 1, 8, 16, 16, 2, 8, 64)
 SPEC = spec.ScanSpec(

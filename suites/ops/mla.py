@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention.naive import seen_by
+from kernels._documents import seen_by
 from kernels.mla import mla, mla_absorbed
 from kernels.mla.eager import mla_backward_eager, mla_forward_with_lse
 from kernels.mla.naive import mla_naive
