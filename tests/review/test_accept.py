@@ -134,18 +134,6 @@ def test_row_is_red_iff_changed_and_not_accepted(
     assert j.red is (measured != reviewed and not held)
 
 
-@pytest.mark.parametrize("zone", ["Pacific/Kiritimati", "Pacific/Pago_Pago"])
-def test_day_of_an_acceptance_ends_everywhere_at_once(monkeypatch: pytest.MonkeyPatch, zone: str) -> None:
-    """The two zones are 25 hours apart: at any time, one of them has another day than UTC."""
-    before = datetime.now(timezone.utc).date()
-    with monkeypatch.context() as patch:
-        patch.setenv("TZ", zone)
-        time.tzset()
-        found = accepted.today()
-    time.tzset()
-    assert before <= found <= datetime.now(timezone.utc).date()
-
-
 def test_acceptance_that_held_when_a_gate_started_has_lapsed_since() -> None:
     entries = (entry(expires=DAY), entry(expires=DAY, lane="h200"))
     line = f"the acceptance of {BREAKS} expired {DAY}"
