@@ -50,7 +50,7 @@ class Timed:
     ratio: time of the candidate over time of the adopted build, Hodges-Lehmann estimate (1.05 is 5 % slower).
     interval: of the ratio; over all looks, each end errs with at most `alpha_same`. SAME lies within the margin
         `same`, SLOWER and FASTER beyond the margin `different`, at the look that decided.
-    p: Holm-adjusted, of the likelier direction. q: the same by Benjamini-Hochberg.
+    p: Holm-adjusted, of the likelier direction.
     slow: sessions with a slow process of the candidate, and of the adopted build (bumpgate.gate.modes).
     """
 
@@ -59,7 +59,6 @@ class Timed:
     interval: tuple[float, float]
     sessions: int
     p: float
-    q: float
     slow: tuple[int, int] = (0, 0)
     mode: bool = False
 
@@ -236,7 +235,7 @@ def summarise(
     """Return the outcomes of `decide`, with the numbers that a report shows. A row without a session has no number."""
     judged = _judge(sessions, plan, family or Family())
     likelier = {row: min(1.0, 2 * min(e.slower, e.faster)) for row, (_, e, _) in judged.items()}
-    p, q = holm(likelier, shares(sessions, plan)), benjamini_hochberg(likelier)
+    p = holm(likelier, shares(sessions, plan))
     out = {}
     for row, values in sessions.items():
         ratio = math.exp(estimate(values)) if values else math.nan
@@ -247,7 +246,6 @@ def summarise(
             (low, high),
             sessions=len(values),
             p=p[row],
-            q=q[row],
             slow=slow_sessions(values),
             mode=judged[row][2],
         )
@@ -357,24 +355,6 @@ def holm(p_values: Mapping[str, float], shares: Mapping[str, float] | None = Non
         floor = max(floor, min(1.0, p_values[row] * left / weights[row]))
         left -= weights[row]
         out[row] = floor
-    return out
-
-
-def benjamini_hochberg(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Control the false discovery rate: the expected share of unchanged rows under the level is at most the level.
-
-    The step-up rule of Benjamini and Hochberg (1995), for independent or positively dependent rows. It selects the
-    rows of a gate that are worth a look; the gate's verdict uses `holm`.
-    Raises ValueError on a p outside [0, 1].
-    """
-    out: dict[str, float] = {}
-    ceiling = 1.0
-    _check(p_values)
-    ascending = sorted(p_values.items(), key=lambda item: item[1])
-    for rank in range(len(ascending), 0, -1):
-        row, p = ascending[rank - 1]
-        ceiling = min(ceiling, p * len(ascending) / rank)
-        out[row] = ceiling
     return out
 
 

@@ -273,7 +273,6 @@ def _timed(t: Timed | None, log_ratios: list[float]) -> dict[str, Any]:
         "interval": [_finite(x) for x in t.interval] if t else [None, None],
         "sessions": len(log_ratios),
         "p": t.p if t else None,
-        "q": t.q if t else None,
         "slow": list(t.slow) if t else [0, 0],
         "log_ratios": log_ratios,
     }

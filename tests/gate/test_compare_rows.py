@@ -45,7 +45,7 @@ def findings(
 
 
 def slower(ratio: float) -> Timed:
-    return Timed(TimedOutcome.SLOWER, ratio, (ratio - 0.01, ratio + 0.01), 12, 0.001, 0.001)
+    return Timed(TimedOutcome.SLOWER, ratio, (ratio - 0.01, ratio + 0.01), 12, 0.001)
 
 
 COLD = row("cold_first_step_seconds", 45.0, "s", better="lower", tolerance=0.5)
@@ -60,7 +60,7 @@ def test_slower_single_reading_is_measured_again(reading: Row, ratio: float) -> 
     assert cost(candidate) == candidate.row.value
     assert findings(adopted, candidate) == [(UNKNOWN, "INCONCLUSIVE")]
     assert findings(adopted, candidate, {reading.id: slower(ratio)}) == [(HOLD, "SLOWER")]
-    same = Timed(TimedOutcome.SAME, 1.001, (0.98, 1.02), 12, 1.0, 1.0)
+    same = Timed(TimedOutcome.SAME, 1.001, (0.98, 1.02), 12, 1.0)
     assert findings(adopted, candidate, {reading.id: same}) == []
 
 
@@ -71,7 +71,7 @@ def test_single_reading_outside_its_tolerance_is_measured_again(ratio: float) ->
     assert timed_rows(record(adopted), record(candidate)) == {COLD.id: TEST}
     assert findings(adopted, candidate) == [(UNKNOWN, "INCONCLUSIVE")]
     assert findings(adopted, candidate, {COLD.id: slower(ratio)}) == [(HOLD, "SLOWER")]
-    same = Timed(TimedOutcome.SAME, 1.001, (0.98, 1.02), 12, 1.0, 1.0)
+    same = Timed(TimedOutcome.SAME, 1.001, (0.98, 1.02), 12, 1.0)
     assert findings(adopted, candidate, {COLD.id: same}) == []
 
 
@@ -371,7 +371,7 @@ def test_right_adopted_side_still_holds() -> None:
 )
 def test_sessions_decide_a_paired_time(outcome: TimedOutcome, decision: Decision) -> None:
     fields = BOUNDED | {"paired": True, "better": "lower"}
-    timed = {ROW: Timed(outcome, 1.2, (1.1, 1.3), 16, 1.0, 1.0)}
+    timed = {ROW: Timed(outcome, 1.2, (1.1, 1.3), 16, 1.0)}
     assert gate_of_readings(late(23.8, **fields), late(60.0, **fields), timed).decision is decision
 
 
@@ -425,7 +425,7 @@ def test_violated_bound_counts_next_to_a_disturbed_side() -> None:
     adopted, candidate = (
         Side(name, Record({"lane": "cpu"}, (j,))) for name, j in (("adopted", lost), ("candidate", slow))
     )
-    same = {slow.row.id: Timed(TimedOutcome.SAME, 1.0, (0.99, 1.01), 12, 0.001, 0.001)}
+    same = {slow.row.id: Timed(TimedOutcome.SAME, 1.0, (0.99, 1.01), 12, 0.001)}
     assert judge_gate("cpu", adopted, candidate, same).decision is Decision.UNKNOWN
 
 

@@ -112,9 +112,7 @@ def test_slower_time_of_a_recorded_gate_holds_if_it_is_material(name: str) -> No
     made = row(id, 1.0, "bytes" if id.endswith("bytes") else "s", better="lower", paired=True)
     record = [Record({"lane": "cpu", "torch": t}, (Judgement(made, Verdict.PASS, ""),)) for t in torch]
     timed = {
-        id: Timed(
-            TimedOutcome.SLOWER, float(ratio), (float(ratio) - 0.01, float(ratio) + 0.01), 16, 0.001, 0.001
-        )
+        id: Timed(TimedOutcome.SLOWER, float(ratio), (float(ratio) - 0.01, float(ratio) + 0.01), 16, 0.001)
     }
     found = judge_gate("cpu", Side("a", record[0]), Side("b", record[1]), timed)
     assert found.decision is decision, why

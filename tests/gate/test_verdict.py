@@ -55,7 +55,7 @@ def gate(
 
 
 def paired(outcome: TimedOutcome, ratio: float = 1.0, sessions: int = 12) -> Timed:
-    return Timed(outcome, ratio, (ratio - 0.02, ratio + 0.02), sessions, 0.5, 0.5)
+    return Timed(outcome, ratio, (ratio - 0.02, ratio + 0.02), sessions, 0.5)
 
 
 def one(result: GateVerdict) -> Finding:
@@ -231,7 +231,7 @@ def test_decision_for_timed_rows(outcome: TimedOutcome, expected: Decision) -> N
 
 
 def test_timed_row_without_sessions_is_unknown() -> None:
-    never = Timed(TimedOutcome.INCONCLUSIVE, math.nan, (0.0, math.inf), 0, 1.0, 1.0)
+    never = Timed(TimedOutcome.INCONCLUSIVE, math.nan, (0.0, math.inf), 0, 1.0)
     (both,) = judge_gate(
         "cpu", side("a"), side("b"), dict.fromkeys(("a/b/seconds", "a/c/ratio"), never)
     ).findings

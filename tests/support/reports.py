@@ -152,7 +152,7 @@ def save_record(path: Path, raw: dict[str, Any]) -> None:
 
 
 def paired(outcome: TimedOutcome, ratio: float, sessions: int = 16) -> Timed:
-    return Timed(outcome, ratio, (ratio - 0.015, ratio + 0.02), sessions, 0.001, 0.001)
+    return Timed(outcome, ratio, (ratio - 0.015, ratio + 0.02), sessions, 0.001)
 
 
 def gate_of_day(
