@@ -291,10 +291,8 @@ def explained(gate: GateFile) -> str:
     gaps = [f for f in gate.findings if f.decision is Decision.UNKNOWN]
     decided = (rows[0] & rows[1]) - {row for f in gaps for row in f.rows}
     other = {row for f in gate.findings for row in f.rows if f.label not in EQUAL_OUTCOMES} & decided
-    parts = [
-        "nothing was found against the candidate: "
-        f"{len(decided) - len(other)} of {len(decided)} decided rows are equal"
-    ]
+    compared = f"{len(decided) - len(other)} of {len(decided)} decided rows are equal"
+    parts = [f"nothing was found against the candidate: {compared if decided else 'no row was decided'}"]
     for f in gaps:
         number = len(f.rows)
         what = f"{number} row{'s lack' if number != 1 else ' lacks'} data: " if f.rows else ""

@@ -609,11 +609,54 @@ def test_broken_candidate_is_one_finding_with_exit_code(tree: Tree, name: str) -
     assert (tree.raw()["exit_code"], tree.raw()["finished"]) == (code, True)
 
 
-def test_selection_without_rows_is_unknown(tree: Tree) -> None:
-    tree.tests("@lanes('h200')\ndef test_elsewhere(lane):\n    pass\n", "suites/compile/test_h200.py")
-    done = tree.gate("--", "suites/compile/test_h200.py")
-    assert done.code == 125
-    assert "NOTHING no row was selected" in done.out
+LOSSES = """
+import pytest
+ADOPTED = os.environ["SIDE"] == "adopted"
+
+@pytest.mark.parametrize("op", ["add", "mul"] if ADOPTED else ["add"])
+@lanes("cpu")
+def test_op(lane, op):
+    pass
+
+if ADOPTED:
+    @lanes("cpu")
+    def test_feature(lane):
+        pass
+
+@lanes("cpu")
+def test_expected_to_fail(lane):
+    if not ADOPTED:
+        pytest.xfail("not on this torch")
+"""
+PLAIN = '@lanes("cpu")\ndef test_plain(lane):\n    pass\n'
+
+
+def test_tests_without_rows_that_the_candidate_loses_hold_it(tree: Tree) -> None:
+    """By a parameter, a condition around a test, xfail, collect_ignore and a plugin of the candidate's environment."""
+    tree.tests(LOSSES, "suites/compile/test_losses.py")
+    tree.tests(PLAIN, "suites/compile/test_ignored.py")
+    tree.tests(PLAIN, "suites/compile/test_dropped.py")
+    tree.write(
+        "suites/compile/conftest.py",
+        "import os\ncollect_ignore = [] if os.environ['SIDE'] == 'adopted' else ['test_ignored.py']\n",
+    )
+    drop = "def pytest_collection_modifyitems(items):\n    items[:] = [i for i in items if 'dropped' not in i.nodeid]\n"
+    tree.write("candidate/site/dropping.py", drop)
+    python = tree.root / "candidate/python"
+    python.write_text(python.read_text().replace("PYTEST_PLUGINS=", "PYTEST_PLUGINS=dropping,"))
+    done = tree.gate(*COUNTS)
+    assert done.code == 1, done.out + done.err
+    lost = {
+        test: f["label"] for f in tree.raw()["findings"] for test in f["tests"] if f["decision"] == "HOLD"
+    }
+    names = {"losses.py::test_op[mul-cpu]", "losses.py::test_op[cpu-mul]", "losses.py::test_feature[cpu]"}
+    names |= {
+        "losses.py::test_expected_to_fail[cpu]",
+        "ignored.py::test_plain[cpu]",
+        "dropped.py::test_plain[cpu]",
+    }
+    assert {test.removeprefix("suites/compile/test_") for test in lost} <= names
+    assert (len(lost), {*lost.values()}) == (5, {"MISSING"})
 
 
 PAIR = ("gate", "--lane", "cpu", "--python-candidate", sys.executable)
@@ -656,6 +699,14 @@ REFUSALS = {
     "--sessions: at least 6 sessions, got 3": (*PAIR, "--sessions", "3"),
     "--command: the command is empty": (*PAIR, "--command", " "),
     "invalid candidate 'torch=>1'": ("gate", "--lane", "cpu", "--candidate", "torch=>1"),
+    "names no package: --candidate torch==2.14.1": ("gate", "--lane", "cpu", "--candidate", "2.14.1"),
+    "--candidate x/torch-1.whl: no such file": ("gate", "--lane", "cpu", "--candidate", "x/torch-1.whl"),
+    "its marker excludes this Python": (
+        *("gate", "--lane", "cpu", "--candidate", "torch==1; python_version < '3'"),
+    ),
+    "must be a URL such as https://HOST/simple": (
+        *("gate", "--lane", "cpu", "--candidate", "torch==1", "--index", "/nowhere"),
+    ),
 }
 
 
@@ -688,7 +739,9 @@ def run(tree: Tree, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("words", REFUSALS)
-def test_bad_gate_input_is_one_line_and_exit_4(run: Any, words: str) -> None:
+def test_bad_gate_input_is_one_line_and_exit_4(run: Any, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    """Before any wait for the device."""
+    monkeypatch.setattr("bumpgate.gate.command.device_lock", lambda *_: pytest.fail("waited for the device"))
     code, out, err = run(*REFUSALS[words])
     assert (code, out, len(err.splitlines())) == (4, "", 1), err
     assert words in err
