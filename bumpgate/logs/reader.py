@@ -68,6 +68,8 @@ ALARM = re.compile(
     r"|\b(?:ERROR|WARN|WARNING|FATAL|CRITICAL|FAIL|FAILED)\b|\b[Ff]atal (?:error|Python)|[Ss]egmentation fault"
     r"|core dumped|terminate called|\bAborted\b|\bKilled\b(?! \d+ stale)|\bAssertion\b"
 )
+# A command's help: its name with options, an option.
+HELP = re.compile(r"usage: |\s*\[?--?[A-Za-z][\w-]*[ =,\]]")
 TRACEBACK = "Traceback (most recent call last):"
 CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
 EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?::|$)")
@@ -76,7 +78,7 @@ BELOW = re.compile(r"\s|$|frame #|Exception raised from |\+ ")
 AFTER = re.compile(
     r"CUDA kernel errors might be|For debugging consider passing|Compile with `TORCH_USE_CUDA_DSA`"
     r"|Device-side assertion"
-    r"|`?ptxas|tensor at position \d|saved metadata: |recomputed metadata: |Last error:"
+    r"|nccl\w+: |`?ptxas|tensor at position \d|saved metadata: |recomputed metadata: |Last error:"
     r"|terminate called |Search for `?cuda|Set TORCH|You can suppress this|Aborted\b|Fatal Python error: Aborted"
 )
 # The value of a loss or a gradient's norm, in every way that trainers print one. The best value may begin as inf.
@@ -203,7 +205,7 @@ class Reader:
             alarm, start = found["level"] not in QUIET, found.start("text")
         else:
             alarm = any(hint in rest for hint in ALARM_HINTS) and bool(ALARM.search(rest))
-            alarm, start = alarm or rest.startswith(TRACEBACK), 0
+            alarm, start = (alarm and not HELP.match(rest)) or rest.startswith(TRACEBACK), 0
         return _Seen(origin.end, origin.end + start, origin.rank_at, origin.host, at, self.match(rest), alarm)
 
     def match(self, text: str) -> tuple[int, int] | None:

@@ -42,10 +42,15 @@ from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
-FILES = {
-    path.stem: [line for line in path.open() if not line.startswith("# ")]
-    for path in sorted((ROOT / "fixtures" / "logs").glob("*.log"))
-}
+
+def logs(pattern: str) -> dict[str, list[str]]:
+    """Return the lines of the matching logs in fixtures/logs, by stem, without the lines that state their origin."""
+    paths = sorted((ROOT / "fixtures" / "logs").glob(pattern))
+    return {path.stem: [line for line in path.open() if not line.startswith("# ")] for path in paths}
+
+
+FAILED, HEALTHY = logs("failed/*.log"), logs("healthy/*.log")
+FILES = logs("*.log") | FAILED
 FAMILIES = load_families()
 NAMES = [c.name for c in FAMILIES]
 EITHER = "{recompile|cache_size}_limit"
@@ -120,6 +125,15 @@ NEAR = {
     "nccl_error": "NCCL errors handled: 0",
     "crash": "segment 12 of 13, freed pointers: 0",
     "advice": "UserWarning: optimizer.step() was never called",
+    "file_system": "input/output: 12 MB/s",
+    "cuda_error": "CUDA errors: 0",
+    "graph_overwritten": "outputs of CUDAGraphs: 12, overwritten: 0",
+    "saved_state": "loading state_dict for Hybrid: 12 keys",
+    "ddp": "DDP: same model across all ranks",
+    "autograd": "backward through the graph, the second time today",
+    "internal_assert": "internal asserts: on",
+    "tensor_mismatch": "all tensors are on the same device, dtype float32",
+    "backend_error": "backends: inductor, eager; 0 failed to compile",
 }
 
 
@@ -292,11 +306,15 @@ def test_interleaved_ranks_give_the_same_counts(lane: Lane) -> None:
 
 @lanes("cpu")
 def test_order_of_logs_does_not_matter(lane: Lane) -> None:
-    files = list(FILES.values())
-    expected = counted([line for lines in files for line in lines])
-    for seed in range(5):
+    files, results = list(FILES.values()), []
+    for seed in range(6):
+        reader = Reader(FAMILIES)
+        for lines in files:
+            reader.read(line.encode() for line in lines)
+        report = reader.report()
+        results.append(({f.family.name: f.by_rank for f in report.findings}, report.unknown_count))
         random.Random(seed).shuffle(files)
-        assert counted([line for lines in files for line in lines]) == expected
+    assert results == results[:1] * 6
 
 
 @lanes("cpu")
@@ -551,6 +569,27 @@ def test_prefix_hides_nothing(lane: Lane, row) -> None:
         expected=0,
         evidence=differ,
     )
+
+
+@lanes("cpu")
+@planted("C26", "a failed run, named after the family of its first cause")
+def test_first_cause_of_a_failed_run(lane: Lane) -> None:
+    reports = {name: classify(lines) for name, lines in FAILED.items()}
+    causes = {name: [f.family.name for f in report.alerts][:1] for name, report in reports.items()}
+    assert causes == {name: [name.partition("-")[0]] for name in FAILED}
+    assert {name: list(report.unknown) for name, report in reports.items() if report.unknown} == {}
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("prefix", ["", *PREFIXES])
+def test_healthy_run_is_clean(lane: Lane, prefix: str) -> None:
+    put = PREFIXES.get(prefix, lambda n, rank: "")
+    reports = {
+        name: classify(put(n, 2) + line for n, line in enumerate(lines)) for name, lines in HEALTHY.items()
+    }
+    assert len(reports) >= 30
+    wrong = {name: ([f.family.name for f in r.alerts], list(r.unknown)) for name, r in reports.items()}
+    assert {name: why for name, why in wrong.items() if any(why)} == {}
 
 
 @lanes("cpu")
