@@ -22,6 +22,8 @@ from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 from suites.support.shared import made_once
 
+pytestmark = [lanes("cpu", "h200"), pytest.mark.usefixtures("lane")]
+
 FAULTS = {"launcher_without_stream": 32, "infinite": 48, "crash": 64}
 BACKENDS = {"cpu": "ATEN,CPP", "cuda": "ATEN,TRITON"}
 SECONDS = 300
@@ -69,7 +71,6 @@ def local_cache(directory: Path) -> Path:
     return file
 
 
-@lanes("cpu", "h200")
 @planted(
     "C24", "a candidate that raises TypeError, one of infinite milliseconds, one that crashes its process"
 )
@@ -88,7 +89,6 @@ def test_bad_autotune_candidates_are_not_chosen(lane: Lane, broken, row) -> None
     )
 
 
-@lanes("cpu", "h200")
 def test_next_process_does_not_choose_bad_candidate(lane: Lane, broken, row) -> None:
     """Run the same programs, and one with the same product in another graph, when the candidate is valid and fast."""
     directory, result = broken
@@ -121,7 +121,6 @@ def test_next_process_does_not_choose_bad_candidate(lane: Lane, broken, row) -> 
     )
 
 
-@lanes("cpu", "h200")
 @planted("C24", "a poisoned entry: ATen's own product at infinite milliseconds")
 def test_poisoned_cache_entry_is_detected(lane: Lane, broken) -> None:
     """The stored measurement decides: this candidate is chosen, so the rows above can turn red."""
@@ -139,7 +138,6 @@ def test_poisoned_cache_entry_is_detected(lane: Lane, broken) -> None:
     assert harmed(report) == [case], report
 
 
-@lanes("cpu", "h200")
 @planted("C24", "the firebreak off")
 @pytest.mark.parametrize(
     ("fault", "end"),
@@ -152,7 +150,6 @@ def test_run_fails_without_autotune_subprocess(lane: Lane, tmp_path: Path, fault
     assert end in str(caught.value)
 
 
-@lanes("cpu", "h200")
 def test_contract_benchmarks_no_candidate(lane: Lane, broken, row) -> None:
     """Under the contract's variables the same program benchmarks no candidate."""
     directory, result = broken

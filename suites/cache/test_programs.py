@@ -24,10 +24,10 @@ from model.presets import NAMES
 from suites.compile.expectations import expected
 from suites.launch.conftest import launched  # noqa: F401 (autouse: what a launcher exports, for main)
 from suites.support.hybrids import build
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.planted import planted
 
-pytestmark = pytest.mark.usefixtures("restored_dynamo")
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane", "restored_dynamo")]
 
 OVER_BUDGET = 6
 LAYERS = {"layer_pattern": "AME", "depth": 3}
@@ -47,8 +47,7 @@ def trainer(source=SyntheticBatches, ngram: NgramConfig | None = None, **plan) -
     return Trainer(config, TrainingPlan(4, **plan), batches, backend="eager")
 
 
-@lanes("cpu")
-def test_program_budget_follows_from_layer_pattern(lane: Lane, row) -> None:
+def test_program_budget_follows_from_layer_pattern(row) -> None:
     """The trainer's derivation and the suite's, which the compile suite measures, agree on every preset and policy."""
     contract = load()
     apart = []
@@ -65,8 +64,7 @@ def test_program_budget_follows_from_layer_pattern(lane: Lane, row) -> None:
         pattern_programs(model, "magic", contract)
 
 
-@lanes("cpu")
-def test_run_uses_exactly_its_program_budget(lane: Lane, row) -> None:
+def test_run_uses_exactly_its_program_budget(row) -> None:
     """Three steps under every policy use exactly as many programs as derived."""
     apart, steps = [], 0
     for policy in POLICIES:
@@ -80,23 +78,20 @@ def test_run_uses_exactly_its_program_budget(lane: Lane, row) -> None:
     row.count("cache/programs/runs_off_their_budget", apart, expected=0, rule="C27", seen=steps)
 
 
-@lanes("cpu")
-def test_compiled_optimizer_adds_one_program(lane: Lane) -> None:
+def test_compiled_optimizer_adds_one_program() -> None:
     run = trainer(policy="regional", compile_optimizer=True, optimizer="adamw")
     run.run(3, allow_synthetic="smoke")
     assert len(run.programs.seen) == run.programs.allowed
 
 
-@lanes("cpu")
-def test_token_features_add_one_program(lane: Lane) -> None:
+def test_token_features_add_one_program() -> None:
     plain, run = trainer(policy="regional"), trainer(policy="regional", ngram=NgramConfig(table=500))
     run.run(2, allow_synthetic="smoke")
     assert len(run.programs.seen) == run.programs.allowed == plain.programs.allowed + 1
 
 
-@lanes("cpu")
 @planted("C27", "one extra shape in the third step")
-def test_extra_shape_stops_the_run(lane: Lane, monkeypatch, capsys, row) -> None:
+def test_extra_shape_stops_the_run(monkeypatch, capsys, row) -> None:
     run = trainer(LastBatchIsShort, policy="regional")
     with pytest.raises(ProgramBudgetError, match=r"^step 3: \d+ unique programs, the budget is 4; "):
         run.run(allow_synthetic="smoke")
@@ -126,8 +121,7 @@ def test_extra_shape_stops_the_run(lane: Lane, monkeypatch, capsys, row) -> None
     )
 
 
-@lanes("cpu")
-def test_recompiled_program_is_counted_once(lane: Lane) -> None:
+def test_recompiled_program_is_counted_once() -> None:
     """A program compiled again after a reset is recognized; another shape or dtype makes another program."""
     programs = Programs(2, "eager")
     for x in (torch.ones(4), torch.ones(4), torch.ones(5), torch.ones(4, dtype=torch.float64)):

@@ -43,40 +43,16 @@ def test_warm_restart_hits_every_cache_layer(lane: Lane, restarts, row, canaries
     before, after = cold["counts"], warm["counts"]
     evidence = (f"cold {before}", f"warm {after}")
     # Absent counters read None, and count as 0 misses only with a positive count of hits: the witness.
-    row.count(
-        f"{CASE}/aot_hits",
-        after["aot_hit"],
-        expected=before["aot_miss"],
-        rule="C18",
-        seen=before["aot_miss"] or 0,
-        evidence=evidence,
-    )
-    row.count(
-        f"{CASE}/fx_hits",
-        after["fx_hit"],
-        expected=before["fx_miss"],
-        rule="C18",
-        seen=before["fx_miss"] or 0,
-        evidence=evidence,
-    )
-    for metric, key in (("aot_misses", "aot_miss"), ("fx_misses", "fx_miss")):
-        row.count(
-            f"{CASE}/{metric}",
-            after[key] or 0,
-            expected=0,
-            rule="C18",
-            seen=after["aot_hit"] or 0,
-            evidence=evidence,
-        )
-    for metric, key in (("aot_bypasses", "aot_bypass"), ("fx_bypasses", "fx_bypass")):
-        row.count(
-            f"{CASE}/{metric}",
-            after[key] or 0,
-            expected=0,
-            rule="C18",
-            seen=after["aot_hit"] or 0,
-            evidence=evidence,
-        )
+    for metric, key, expected, seen in (
+        ("aot_hits", "aot_hit", before["aot_miss"], before["aot_miss"]),
+        ("fx_hits", "fx_hit", before["fx_miss"], before["fx_miss"]),
+        ("aot_misses", "aot_miss", 0, after["aot_hit"]),
+        ("fx_misses", "fx_miss", 0, after["aot_hit"]),
+        ("aot_bypasses", "aot_bypass", 0, after["aot_hit"]),
+        ("fx_bypasses", "fx_bypass", 0, after["aot_hit"]),
+    ):
+        value = after[key] if metric.endswith("hits") else after[key] or 0
+        row.count(f"{CASE}/{metric}", value, expected=expected, rule="C18", seen=seen or 0, evidence=evidence)
     row.count(
         f"{CASE}/new_shared_objects",
         len(new_code(cold, warm)),

@@ -13,8 +13,10 @@ from launch import ablation
 from launch.ablation import FACTOR, STAGES, AblationResult, main
 from suites.launch.conftest import launched  # noqa: F401 (autouse: what a launcher exports, for main)
 from suites.support.child import run_json
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.planted import planted
+
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
 SECONDS = 400
 # Fault -> the stage it is injected into, and the first backend that shows it.
@@ -25,10 +27,9 @@ FAULTS = {
 }
 
 
-@lanes("cpu")
 @pytest.mark.long(65)
 @planted("C36", "Dynamo without guards, a wrong decomposition, a wrong Inductor lowering")
-def test_ablation_attributes_fault_to_its_stage(lane: Lane, tmp_path: Path, row) -> None:
+def test_ablation_attributes_fault_to_its_stage(tmp_path: Path, row) -> None:
     found = {}
     for fault in FAULTS:
         directory = tmp_path / fault
@@ -46,19 +47,17 @@ def test_ablation_attributes_fault_to_its_stage(lane: Lane, tmp_path: Path, row)
     row.count("compile/ablation/faults_misattributed", wrong, expected=0, rule="C36", seen=found)
 
 
-@lanes("cpu")
 @pytest.mark.long(55)
-def test_ablation_of_correct_compiler_finds_no_fault(lane: Lane, restored_dynamo, capsys) -> None:
+def test_ablation_of_correct_compiler_finds_no_fault(restored_dynamo, capsys) -> None:
     """A correct compiler yields one line and no finding; every stage ran."""
     assert main(["--preset", "nam12", "--layers", "E"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("no stage at fault: backend ")
 
 
-@lanes("cpu")
 @pytest.mark.parametrize(("stage", "code"), [("", 0), ("inductor", 1)])
 def test_ablation_exit_code_reports_the_fault(
-    lane: Lane, stage: str, code: int, restored_dynamo, monkeypatch, capsys
+    stage: str, code: int, restored_dynamo, monkeypatch, capsys
 ) -> None:
     """The batches have two lengths, so that a wrongly reused graph is detected."""
     lengths = []
@@ -73,8 +72,7 @@ def test_ablation_exit_code_reports_the_fault(
     assert len(set(lengths)) == 2
 
 
-@lanes("cpu")
-def test_ablation_usage_errors_and_stage_names(lane: Lane, capsys) -> None:
+def test_ablation_usage_errors_and_stage_names(capsys) -> None:
     for wrong in ([], ["--preset", "nam13"], ["--preset", "nam12", "--policy", "eager"]):
         with pytest.raises(SystemExit) as caught:
             main(wrong)

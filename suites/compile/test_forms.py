@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from bumpgate.plugin.instruments import DynamoReport
 from launch.contract import load
 from suites.compile.regions import INSTRUMENTS, Region, places, watched
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.planted import planted
+
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
 VARIABLE = "BUMPGATE_FORM"
 CALLS = 70
@@ -215,9 +217,8 @@ def measure(form: Form, **options: object) -> DynamoReport:
     return watch.report
 
 
-@lanes("cpu")
 @pytest.mark.parametrize("form", CLEAN, ids=lambda form: form.name)
-def test_clean_form_compiles_to_one_graph(lane: Lane, form: Form, row, canaries) -> None:
+def test_clean_form_compiles_to_one_graph(form: Form, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     report = measure(form)
     row.count(
@@ -231,12 +232,11 @@ def test_clean_form_compiles_to_one_graph(lane: Lane, form: Form, row, canaries)
     assert not report.breaks
 
 
-@lanes("cpu")
 @pytest.mark.parametrize(
     "form",
     [pytest.param(f, id=f.name, marks=planted(f.rule, f.name.replace("_", " "))) for f in TRAPS],
 )
-def test_trap_form_compiles_to_known_number_of_graphs(lane: Lane, form: Form, canaries) -> None:
+def test_trap_form_compiles_to_known_number_of_graphs(form: Form, canaries) -> None:
     canaries(*INSTRUMENTS)
     report = measure(form)
     assert (report.unique_graphs, len(places(report))) == (form.graphs, form.breaks), report.evidence()
@@ -244,9 +244,8 @@ def test_trap_form_compiles_to_known_number_of_graphs(lane: Lane, form: Form, ca
     assert limit_met == (form.graphs == LIMIT), report.failures
 
 
-@lanes("cpu")
 @planted("C2", "scalar outputs are not captured")
-def test_uncaptured_item_breaks_the_graph(lane: Lane, canaries) -> None:
+def test_uncaptured_item_breaks_the_graph(canaries) -> None:
     canaries(*INSTRUMENTS)
     form = next(f for f in CLEAN if f.name == "item")
     assert len(places(measure(form, capture_scalar_outputs=False))) == 1
@@ -268,8 +267,7 @@ def layers(limit: int = 0, depth: int = 13) -> DynamoReport:
     return watch.report
 
 
-@lanes("cpu")
-def test_numbered_layers_stay_below_recompile_limit(lane: Lane, row, canaries) -> None:
+def test_numbered_layers_stay_below_recompile_limit(row, canaries) -> None:
     canaries(*INSTRUMENTS)
     report = layers()
     row.count(
@@ -284,9 +282,8 @@ def test_numbered_layers_stay_below_recompile_limit(lane: Lane, row, canaries) -
     )
 
 
-@lanes("cpu")
 @planted("C3", "a recompile limit of 8")
-def test_low_recompile_limit_is_hit_and_reported(lane: Lane, canaries) -> None:
+def test_low_recompile_limit_is_hit_and_reported(canaries) -> None:
     canaries(*INSTRUMENTS)
     report = layers(limit=8)
     assert report.unique_graphs == 8

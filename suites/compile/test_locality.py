@@ -18,8 +18,10 @@ from model import preset
 from suites.compile.expectations import expected
 from suites.support.hybrids import Watched, build, token_batch, watched_hybrid
 from suites.support.instruments import disabled_functions
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.planted import planted
+
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
 INSTRUMENTS = ("graphs", "recompiles")
 
@@ -38,8 +40,7 @@ def graphs_after_a_miss_in_one_expert_block(hybrid: Watched) -> tuple[int, int, 
     return len(added), sum(graph.ops for graph in added), tuple(str(r) for r in report.recompiles)
 
 
-@lanes("cpu")
-def test_guard_miss_recompiles_only_its_region(lane: Lane, row, canaries) -> None:
+def test_guard_miss_recompiles_only_its_region(row, canaries) -> None:
     """One raised bucket: under regional only the E region is compiled again, under whole_opaque all 52 layers."""
     canaries(*INSTRUMENTS)
     ops = {}
@@ -68,9 +69,8 @@ def test_guard_miss_recompiles_only_its_region(lane: Lane, row, canaries) -> Non
     )
 
 
-@lanes("cpu")
 @planted("C13", "one graph for the whole model")
-def test_guard_miss_recompiles_whole_model_graph(lane: Lane, canaries) -> None:
+def test_guard_miss_recompiles_whole_model_graph(canaries) -> None:
     canaries(*INSTRUMENTS)
     with watched_hybrid("nam12", "whole_opaque", backend="eager") as hybrid:
         graphs, _, causes = graphs_after_a_miss_in_one_expert_block(hybrid)
@@ -78,9 +78,8 @@ def test_guard_miss_recompiles_whole_model_graph(lane: Lane, canaries) -> None:
     assert not any("moe.py" in cause.split(":")[0] for cause in causes), causes
 
 
-@lanes("cpu")
 @planted("C4", "automatic dynamic shapes")
-def test_promotion_to_dynamic_length_is_detected(lane: Lane, canaries) -> None:
+def test_promotion_to_dynamic_length_is_detected(canaries) -> None:
     """The second new length compiles nothing: the first one's graph was made dynamic, but the rule requires static."""
     canaries(*INSTRUMENTS)
     counts = {}
@@ -100,9 +99,8 @@ def test_promotion_to_dynamic_length_is_detected(lane: Lane, canaries) -> None:
     assert counts[True][1] < want
 
 
-@lanes("cpu")
 @planted("C7", "a block disabled and not declared")
-def test_undeclared_disable_point_is_detected(lane: Lane) -> None:
+def test_undeclared_disable_point_is_detected() -> None:
     contract = load()
     model = build(preset("nam12"))
     apply(model, "regional", contract, "eager")
@@ -127,8 +125,7 @@ def moved_by_the_config(model, ids: torch.Tensor) -> list[str]:
     return moved
 
 
-@lanes("cpu")
-def test_routing_is_fixed_when_model_is_built(lane: Lane, row) -> None:
+def test_routing_is_fixed_when_model_is_built(row) -> None:
     model = build(preset("nam12"))
     with pytest.raises(dataclasses.FrozenInstanceError):
         model.config.top_k = 1
@@ -136,9 +133,8 @@ def test_routing_is_fixed_when_model_is_built(lane: Lane, row) -> None:
     row.count("compile/nam12-routing/fields_read_in_a_forward", moved, expected=0, rule="C10", seen=ROUTING)
 
 
-@lanes("cpu")
 @planted("C10", "a forward that reads the live configuration")
-def test_forward_reading_live_config_is_detected(lane: Lane) -> None:
+def test_forward_reading_live_config_is_detected() -> None:
     model = build(preset("nam12"))
     block = model.blocks[model.config.letters.index("E")]
     inner = block.forward

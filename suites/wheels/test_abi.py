@@ -18,7 +18,7 @@ import pytest
 from bumpgate.doctor import abi
 from bumpgate.env.inventory import Distribution, Inventory, take
 from bumpgate.env.packages import Smoke
-from bumpgate.process.child import ChildFault, Interpreter
+from bumpgate.process.child import Interpreter
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
@@ -262,13 +262,3 @@ def test_missing_library_or_unreadable_file_is_reported(
     assert abi.missing_tool() == "nm"
     with pytest.raises(abi.ToolError, match="apt-get install binutils"):
         list(abi.audit(wheel, installed))
-
-
-@lanes("cpu")
-def test_silent_child_is_reported_in_one_line(lane: Lane) -> None:
-    here = Interpreter(Path(sys.executable), ROOT)
-    for program, words in (("print('no json')", "printed no result"), ("raise SystemExit(3)", "exit 3")):
-        with pytest.raises(ChildFault, match=words):
-            here.json("-c", program, timeout=60)
-    with pytest.raises(ChildFault, match="No such file"):
-        Interpreter(ROOT / "absent", ROOT).run(timeout=60)

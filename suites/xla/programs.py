@@ -80,10 +80,12 @@ def defects() -> dict[str, Any]:
     with support.counted() as counts:
         torch.searchsorted(on_device[1], on_device[0])
         torch_xla.sync()
+    found = {"fallbacks": sum(counts.fallbacks.values()), "downloads": counts.downloads}
+    unchanged = x.tolist()
     return {
-        "searchsorted": {"fallbacks": sum(counts.fallbacks.values()), "downloads": counts.downloads},
-        "amax": [x.amax().tolist(), on_device.amax().cpu().tolist()],
-        "view_write": [first_row(x).tolist(), first_row(on_device).cpu().tolist()],
+        "searchsorted_on_host": [found, dict.fromkeys(found, 1), dict.fromkeys(found, 0)],
+        "amax_without_dimension": [on_device.amax().cpu().tolist(), unchanged, x.amax().tolist()],
+        "view_write_in_custom_op": [first_row(on_device).cpu().tolist(), unchanged, first_row(x).tolist()],
     }
 
 

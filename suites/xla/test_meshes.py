@@ -6,6 +6,7 @@ keeps every result right. The order is read from the annotations, whose text is 
 
 from __future__ import annotations
 
+import math
 import os
 
 import numpy as np
@@ -54,6 +55,8 @@ def test_mesh_agrees_with_eager(name: str, row) -> None:
     assert children["downloads_of_item"] == 1, "the counter of downloads counts under SPMD"
     assert downloads == 0, "nothing is read on the host within a step"
     counts = [f"shape {found['shape']}", f"compiles, executions, downloads by step {found['counts']}"]
+    for value in (math.nan, math.inf):
+        assert not largest_difference([*found["losses"][:-1], value], eager) <= LOSS_DIFFERENCE
     row.bound(
         f"meshes/{name}/loss_difference",
         largest_difference(found["losses"], eager),

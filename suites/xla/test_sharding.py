@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 from torch import nn
 
 from launch.xla import sharding, tpu_memory
-from launch.xla.steps import XlaError, memory_in_use
 from model import preset
 from suites.model.programs import FEATURES, VARIANTS
 from suites.support.child import run_json
@@ -106,9 +104,6 @@ def test_missing_memory_reading_under_spmd_raises(row, audit: dict[str, Any]) ->
 
 @planted("X12", "zero returned silently")
 def test_zero_memory_reading_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xm, "get_memory_info", lambda device: {"bytes_used": 0, "bytes_limit": 0})
-    with pytest.raises(XlaError, match="no memory reading"):
-        memory_in_use()
     readings = {"TPU:0": {"bytes_used": 7, "bytes_limit": 9}, "TPU:1": {"bytes_used": 0, "bytes_limit": 9}}
     monkeypatch.setattr(torch_xla._XLAC, tpu_memory.BINDING, readings.__getitem__, raising=False)
     assert tpu_memory.chip_memory("TPU:0") == readings["TPU:0"]

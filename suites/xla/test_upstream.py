@@ -96,7 +96,7 @@ def test_cache_is_hit_after_a_restart(row, cold_and_warm) -> None:
         is_wrong(found, wrong=(0, keys, False), right=(keys, 0, True)),
         known_in=KNOWN_IN,
         reason=f"{CACHE_ISSUE}: the cache is written, and loading calls a method that no client has",
-        witness=keys,
+        seen=keys,
         rule="X1",
         evidence=[line for line in warm.log.splitlines() if DESERIALIZE in line][:1],
     )
@@ -134,7 +134,7 @@ def test_cache_is_hit_after_a_restart_on_a_tpu(row, tmp_path: Path) -> None:
         is_wrong(warm.result["PersistentCacheHit"] or 0, wrong=0, right=keys),
         known_in=KNOWN_IN,
         reason=CACHE_ISSUE,
-        witness=keys,
+        seen=keys,
         rule="X1",
     )
 
@@ -185,53 +185,33 @@ def test_learning_rate_of_0_or_1_compiles_nothing(row) -> None:
 
 @pytest.fixture(scope="module")
 def defects() -> dict[str, Any]:
-    """Results of programs that torch_xla has computed wrongly; each [on the CPU, on the device]."""
+    """Results of programs that torch_xla has computed wrongly: each found on the device, known as wrong, and right."""
     return Child("defects").result
 
 
-# The tensor of the program `defects`, unchanged.
-INPUT = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+# Defect of the program `defects` -> rule and reason.
+DEFECTS = {
+    "searchsorted_on_host": ("X3", "searchsorted, bucketize have no lowering"),
+    "amax_without_dimension": ("R1", "amax() and amin() without a dimension return their input"),
+    "view_write_in_custom_op": (
+        "R1",
+        "a custom op's body runs below functionalization, where a write into a view is lost",
+    ),
+}
 
 
 @pytest.mark.measured_on(PJRT_CPU)
-def test_searchsorted_runs_on_the_device(row, defects) -> None:
-    found = defects["searchsorted"]
+@pytest.mark.parametrize("name", DEFECTS)
+def test_program_gives_the_result_of_the_cpu(row, defects, name: str) -> None:
+    (rule, reason), (found, wrong, right) = DEFECTS[name], defects[name]
     row.defect(
-        "xla/searchsorted_on_host/defect",
-        is_wrong(found, wrong={"fallbacks": 1, "downloads": 1}, right={"fallbacks": 0, "downloads": 0}),
+        f"xla/{name}/defect",
+        is_wrong(found, wrong, right),
         known_in=KNOWN_IN,
-        reason="searchsorted, bucketize have no lowering",
-        witness=1,
-        rule="X3",
+        reason=reason,
+        seen=[right],
+        rule=rule,
         evidence=[found],
-    )
-
-
-@pytest.mark.measured_on(PJRT_CPU)
-def test_amax_without_dimension_reduces(row, defects) -> None:
-    on_cpu, on_device = defects["amax"]
-    row.defect(
-        "xla/amax_without_dimension/defect",
-        is_wrong(on_device, wrong=INPUT, right=on_cpu),
-        known_in=KNOWN_IN,
-        reason="amax() and amin() without a dimension return their input",
-        witness=1,
-        rule="R1",
-        evidence=[on_device],
-    )
-
-
-@pytest.mark.measured_on(PJRT_CPU)
-def test_custom_op_may_write_into_its_own_view(row, defects) -> None:
-    on_cpu, on_device = defects["view_write"]
-    row.defect(
-        "xla/view_write_in_custom_op/defect",
-        is_wrong(on_device, wrong=INPUT, right=on_cpu),
-        known_in=KNOWN_IN,
-        reason="a custom op's body runs below functionalization, where a write into a view is lost",
-        witness=1,
-        rule="R1",
-        evidence=[on_device],
     )
 
 
@@ -244,7 +224,7 @@ def test_grouped_mm_does_not_crash(row) -> None:
         crashed or is_wrong(child.result, wrong=None, right={"sum": 4 * 16 * 16.0}),
         known_in=KNOWN_IN,
         reason="_grouped_mm has no XLA kernel and no fallback: segmentation fault",
-        witness=1,
+        seen=[child.code],
         rule="R1",
         evidence=[f"exit {child.code}"],
     )

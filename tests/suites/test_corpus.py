@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from bumpgate.core.rows import Judgement, Row, Verdict, write_record
-from suites.features.corpus import CASES, bisects, edges
+from suites.features.corpus import CASES, edges
 from suites.features.corpus.case import Case
 
 EDGE = Case("area-edge", "title", 1, ("2.9.0", "2.10.0"), ("2.8.0", "2.13.0"), "", list)
@@ -101,63 +98,15 @@ def test_unusable_record_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.startswith("edges: ")
 
 
-def test_edges_of_a_case_have_the_widest_search_with_one_change() -> None:
-    case = replace(EDGE, bad=("2.9.0", "2.10.0"), good=("2.7.0", "2.8.0", "2.13.0", "2.14.1"))
-    name = case.name
-    assert bisects.edges(case) == [
-        bisects.Edge(name, "2.8.0", "2.9.0", good="2.7.0", bad="2.10.0", fix=False),
-        bisects.Edge(name, "2.10.0", "2.13.0", good="2.14.1", bad="2.9.0", fix=True),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("found", "code", "exit_code", "last_line"),
-    [
-        ({"last": "2.8.0", "first": "2.9.0+cpu", "probes": 7}, 0, 0, "1 of 1 edges found"),
-        ({"last": "2.8.0", "first": "2.9.0+cpu", "probes": 7}, 125, 1, "0 of 1 edges found"),
-        ({"last": "2.9.0", "first": "2.10.0", "probes": 7}, 0, 1, "0 of 1 edges found"),
-        (None, 4, 1, "0 of 1 edges found"),
-    ],
-    ids=["right", "not sure", "another release", "no answer"],
-)
-def test_answer_of_a_bisect_counts_if_it_is_sure_and_right(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    found: dict[str, object] | None,
-    code: int,
-    exit_code: int,
-    last_line: str,
+def test_every_edge_is_bisected_in_the_widest_search_with_one_change(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands = []
-
-    def ended(command: list[str], **_: object) -> CompletedProcess[str]:
-        commands.append(command)
-        out = Path(command[command.index("--out") + 1])
-        out.mkdir()
-        if found is not None:
-            (out / "bisect.json").write_text(json.dumps(found))
-        return CompletedProcess(command, code)
-
-    monkeypatch.setattr(bisects, "CASES", [replace(EDGE, good=("2.8.0",))])
-    monkeypatch.setattr(subprocess, "run", ended)
-    arguments = ["--environments", "/envs", "--results", str(tmp_path / "edges.jsonl")]
-    assert bisects.main(arguments) == exit_code
-    assert bisects.main(arguments) == exit_code
-    assert len(commands) == 1, "the second run keeps the answer"
-    assert commands[0][-3] == "suites/features/test_corpus.py::test_regression[area-edge-cpu]"
-    assert "--find-fix" not in commands[0]
-    assert capsys.readouterr().out.splitlines()[-1] == last_line
-
-
-def test_answers_are_printed_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answers = [
-        bisects.Answer("area-edge", "2.8.0 -> 2.9.0", "2.8.0 -> 2.9.0", True, 7),
-        bisects.Answer("area-edge", "2.10.0 -> 2.13.0", "2.9.0 -> 2.10.0", False, 60),
+    case = replace(EDGE, bad=("2.9.0", "2.10.0"), good=("2.7.0", "2.8.0", "2.13.0", "2.14.1"))
+    monkeypatch.setattr(edges, "CASES", [case])
+    assert edges.main(["--bisects", "/envs"]) == 0
+    start = "bumpgate bisect --lane cpu --environments /envs"
+    test = "-- 'suites/features/test_corpus.py::test_regression[area-edge-cpu]' -n 0"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{start} --good 2.7.0 --bad 2.10.0 {test}  # 2.8.0 -> 2.9.0",
+        f"{start} --good 2.14.1 --bad 2.9.0 --find-fix {test}  # 2.10.0 -> 2.13.0",
     ]
-    results = tmp_path / "edges.jsonl"
-    results.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers))
-    assert bisects.main(["--results", str(results), "--table"]) == 1
-    text = capsys.readouterr().out
-    assert text.endswith("1 of 2 edges found\n")
-    assert "| `area-edge` | 2.10.0 -> 2.13.0 | not sure: 2.9.0 -> 2.10.0 | 60 |\n" in text

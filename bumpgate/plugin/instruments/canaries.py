@@ -80,16 +80,18 @@ def recompile_limit() -> None:
 
 
 def guards() -> None:
-    """More parameters, more guards: the count is positive and grows."""
+    """More parameters, more guards: the count is positive and grows. Two graphs have the guards of both."""
 
-    def count(layers: int) -> int:
+    def count(*layers: int) -> int:
         with device.DynamoWatch() as watch:
-            net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
-            torch.compile(net, backend=watch.backend("eager"))(torch.ones(1, 4))
+            for depth in layers:
+                net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
+                torch.compile(net, backend=watch.backend("eager"))(torch.ones(1, 4))
         return watch.report.guards
 
-    few, many = count(1), count(4)
+    few, many, both = count(1), count(4), count(1, 4)
     expect(f"guard counts grow ({few}, {many})", 0 < few < many, True)
+    expect("guards of two graphs", both, few + many)
 
 
 class _Disabled(nn.Module):

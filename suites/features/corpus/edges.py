@@ -3,8 +3,10 @@
     pytest -m cpu suites/features/test_corpus.py --record=torch-2.12.0.json     # once under each release
     python -m suites.features.corpus.edges torch-*.json                         # one line for each pair of releases
     python -m suites.features.corpus.edges                   # the table of the cases
+    python -m suites.features.corpus.edges --bisects ENVS | sh -e    # find every edge by bumpgate bisect
 
-Exit codes: 0 every pair holds and every value is the stated one; 1 one does not; 2 usage error or an unusable record.
+An edge is a pair of neighbouring releases of a case, one bad and one good. Exit codes: 0 every pair holds and every
+value is the stated one; 1 one does not; 2 usage error or an unusable record.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from packaging.version import Version
@@ -60,6 +63,23 @@ def contradictions(records: Mapping[str, Record]) -> Iterator[str]:
                 yield f"{case.name}: {found.get(case.row)} in the record of {version}, stated {stated}"
 
 
+def bisects(case: Case, environments: str) -> Iterator[str]:
+    """Yield a command for each edge of a case, which bisects the widest stretch of releases without another edge.
+
+    environments: folder of environments, each with bin/python. The comment states the right answer.
+    """
+    releases = sorted((*case.bad, *case.good), key=Version)
+    runs = [(bad, list(group)) for bad, group in groupby(releases, case.bad.__contains__)]
+    test = f"suites/features/test_corpus.py::test_regression[{case.name}-cpu]"
+    for (repair, before), (_, after) in pairwise(runs):
+        good, bad = (after[-1], before[0]) if repair else (before[0], after[-1])
+        fix = "--find-fix " if repair else ""
+        yield (
+            f"bumpgate bisect --lane cpu --environments {environments} --good {good} --bad {bad} {fix}"
+            f"-- '{test}' -n 0  # {before[-1]} -> {after[0]}"
+        )
+
+
 def table() -> str:
     """The cases as GitHub Markdown."""
     rows = [line(HEAD), line("---" for _ in HEAD)]
@@ -74,7 +94,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "records", nargs="*", type=Path, metavar="RECORD", help="none: print the table of the cases"
     )
+    parser.add_argument("--bisects", metavar="ENVS", help="print the commands that find every edge")
     chosen = parser.parse_args(arguments)
+    if chosen.bisects:
+        print("\n".join(text for case in CASES for text in bisects(case, chosen.bisects)))
+        return 0
     if not chosen.records:
         print(table(), end="")
         return 0
