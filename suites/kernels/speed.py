@@ -27,7 +27,7 @@ BOUND = "memory, matmul"
 class SpeedRows:
     """Callable; see __call__. Holds the `row` fixture of the test that requested it."""
 
-    def __init__(self, row: Callable[..., Any]) -> None:
+    def __init__(self, row: Any) -> None:
         self._row = row
 
     def __call__(self, name: str, case: Workload) -> None:
@@ -40,25 +40,20 @@ class SpeedRows:
         for way, call in ours.items():
             timing = milliseconds(call)
             moved, multiplied = getattr(case.work, f"{way}_bytes"), getattr(case.work, f"{way}_flops")
-            self._row(
-                f"kernels/{name}/{way}_milliseconds", timing.median, unit="ms", witness=CALLS, rule="C37",
-                better="lower", interval=(timing.low, timing.high), tolerance=TOLERANCE["milliseconds"],
-                bound=BOUND,
-            )  # fmt: skip
-            self._row(
-                f"kernels/{name}/{way}_roofline_fraction", floor_milliseconds(moved, multiplied) / timing.median,
-                unit="fraction", witness=CALLS, rule="C37", better="higher", tolerance=TOLERANCE["fraction"],
-                bound=BOUND,
+            about = {"rule": "C37", "bound": BOUND, "seen": CALLS}
+            id, limits = f"kernels/{name}/{way}", TOLERANCE
+            self._row.timed(f"{id}_milliseconds", timing, "ms", tolerance=limits["milliseconds"], **about)
+            self._row.cost(
+                f"{id}_roofline_fraction", floor_milliseconds(moved, multiplied) / timing.median, "fraction",
+                better="higher", tolerance=limits["fraction"], **about,
                 evidence=[f"{moved / 1e6:.0f} MB at {copy_rate() / 1e12:.2f} TB/s, "
                           f"{multiplied / 1e12:.2f} TFLOP at {matmul_rate() / 1e12:.0f} TFLOP/s"],
             )  # fmt: skip
             if peers:
                 other = milliseconds(peers[way])
-                self._row(
-                    f"kernels/{name}/{way}_over_peer", timing.median / other.median, unit="ratio", witness=CALLS,
-                    rule="C37", better="lower", tolerance=TOLERANCE["ratio"], bound=BOUND,
-                    own=f"kernels/{name}/{way}_milliseconds",
-                    evidence=[f"peer: {other.median:.4f} ms"],
+                self._row.cost(
+                    f"{id}_over_peer", timing.median / other.median, "ratio", tolerance=limits["ratio"], **about,
+                    own=f"{id}_milliseconds", evidence=[f"peer: {other.median:.4f} ms"],
                 )  # fmt: skip
 
 

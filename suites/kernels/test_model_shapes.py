@@ -58,8 +58,8 @@ def test_first_call(lane: Lane, name: str, row, tmp_path: Path) -> None:
         when += ", then on idle cores" if wait_for_idle_cores(OTHERS_COMPILE) else ", twice"
         calls.append(first_call(name, tmp_path / "again"))
     fastest = min(calls, key=lambda call: call["cpu_seconds"])
-    row(
-        f"kernels/{name}/first_call_cpu_seconds", fastest["cpu_seconds"], unit="s", witness=fastest["kernels"],
+    row.bound(
+        f"kernels/{name}/first_call_cpu_seconds", fastest["cpu_seconds"], "s", seen=fastest["kernels"],
         rule="C37", at_most=LONGEST_FIRST_CALL, bound="compiler", measured=fastest["host"],
         evidence=[
             f"{fastest['kernels']} kernels compiled, {when}",
