@@ -26,6 +26,7 @@ from bumpgate.core.text import redacted
 SCHEMA = 1
 # Of record.json. Schema 1, in which a problem was a line of text, can still be read.
 RECORD_SCHEMA = 2
+RECORD_KEYS = {"schema", "complete", "provenance", "problems", "rows"}
 XZ = b"\xfd7zXZ\0"  # the first bytes of a file that xz wrote
 ROW_ID = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9][A-Za-z0-9._+=-]*/[a-z][a-z0-9_]*")
 RULE = re.compile(r"[A-Z]\d+")

@@ -11,6 +11,7 @@ from bumpgate.plugin.run import (
     pytest_addoption,
     pytest_cmdline_main,
     pytest_configure,
+    pytest_load_initial_conftests,
     pytest_xdist_auto_num_workers,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "pytest_addoption",
     "pytest_cmdline_main",
     "pytest_configure",
+    "pytest_load_initial_conftests",
     "pytest_xdist_auto_num_workers",
 ]

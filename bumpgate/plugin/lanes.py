@@ -52,7 +52,8 @@ def _names(expression: str) -> set[str]:
     return set(re.findall(r"[\w:+\-.\[\]\\/]+", expression)) - {"and", "or", "not"}
 
 
-def named_lanes(config: pytest.Config) -> list[str]:
-    """Return the lanes that -m names, without those that it excludes."""
-    required = _names(re.sub(r"\bnot\b\s*(\([^()]*\)|\w+)", "", config.option.markexpr))
+def named_lanes(config: pytest.Config, expression: str | None = None) -> list[str]:
+    """Return the lanes that -m names, without those that it excludes. expression: by default the parsed one."""
+    expression = config.option.markexpr if expression is None else expression
+    required = _names(re.sub(r"\bnot\b\s*(\([^()]*\)|\w+)", "", expression))
     return [name for name in lanes_of(config) if name in required]

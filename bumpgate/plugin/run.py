@@ -6,17 +6,16 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
 from bumpgate.core.lanes import Lane, how_to_declare
 from bumpgate.plugin.lanes import GREEN, chosen_lane, lane_of, lanes_of, named_lanes
 from bumpgate.process.gpu_shares import keep_to_cores, visible
-from bumpgate.process.host import OWN_VARIABLES, PARENT, cores, cpu_workers
+from bumpgate.process.host import OWN_VARIABLES, cores, cpu_workers
 
 # Each worker of the H200 lane holds a context and its last test's memory on the GPU. One of them waits for the others
 # to finish, and then runs the timed tests.
@@ -84,14 +83,22 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest captures what a conftest prints
+def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
+    """Make a record that is not complete, and under --gate a parent that judges it."""
+    lanes = named_lanes(early_config, early_config.known_args_namespace.markexpr)
+    if lanes:
+        from bumpgate.plugin import judge
+
+        judge.begin(early_config, lanes[0])
+    return (yield)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
     """Make `--gate` exit with 0 only if a lane was judged green, even if other options keep pytest from running."""
     gate = config.known_args_namespace.gate  # config.option has no values under --help
-    with pytest.MonkeyPatch.context() as patch:
-        if gate:
-            patch.setattr(os, "_exit", _refused_exit(config, os._exit, os.getpid()))
-        code = yield
+    code = yield
     unjudged = gate and not config.stash.get(GREEN, False)
     if unjudged and not code and not hasattr(config, "workerinput"):
         print("ERROR: --gate: this run did not judge a lane green", file=sys.stderr)
@@ -99,30 +106,14 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
     return code
 
 
-def _refused_exit(
-    config: pytest.Config, leave: Callable[[int], NoReturn], process: int
-) -> Callable[[int], NoReturn]:
-    """Return an os._exit that does not end the given process with 0: its run has not been judged."""
-
-    def exit_process(status: int) -> NoReturn:
-        if status or os.getpid() != process:
-            leave(status)
-        if capture := config.pluginmanager.get_plugin("capturemanager"):
-            capture.suspend_global_capture()
-        print("ERROR: --gate: os._exit(0) ended this run before it was judged", file=sys.stderr, flush=True)
-        leave(pytest.ExitCode.INTERNAL_ERROR)
-
-    return exit_process
-
-
 def _foreign_variables() -> str | None:
     """Return a line on variables that bumpgate sets for its runs, if bumpgate did not start this one; else None."""
     found = [name for name in OWN_VARIABLES if name in os.environ]
     if not found:
         return None
-    import psutil
+    from bumpgate.plugin.judge import started_by_bumpgate
 
-    if os.environ.get(PARENT) in {str(process.pid) for process in psutil.Process().parents()}:
+    if started_by_bumpgate():
         return None
     return f"{' and '.join(found)} in the environment: only bumpgate sets them, for runs that it starts; unset them"
 

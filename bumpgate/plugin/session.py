@@ -21,6 +21,7 @@ from bumpgate.core.rules import sentences
 from bumpgate.plugin import provenance
 from bumpgate.plugin.devices import find
 from bumpgate.plugin.ended_run import EndedRun
+from bumpgate.plugin.judge import record_path
 from bumpgate.plugin.lanes import GREEN, lanes_of
 from bumpgate.plugin.problems import problems
 from bumpgate.plugin.reports import Reports
@@ -40,9 +41,7 @@ class LaneSession:
         self.baseline = baseline
         self.reviewed = census.load(census.path(baseline_path(config, baseline.lane)))
         self.selection = selection
-        self.record_path = config.invocation_params.dir / (
-            config.option.record or config.rootpath / "record.json"
-        )
+        self.record_path = record_path(config)
         self.testpaths = default_paths(config)
         self.full = selects_all(config, baseline.lane, self.testpaths)
         of_outcomes = lanes_of(config)[baseline.lane].tests

@@ -147,6 +147,8 @@ class LaneCall:
             found = read_record(self.record)
         except BumpgateError as error:
             failure = _last_words(self.output) or one_line(error)
+        if found and "started" not in found.provenance:  # it ended before it began to collect
+            found, failure = None, _last_words(self.output)
         if code == USAGE and found and found.problems:
             code = INTERRUPTED  # a file cannot be collected: USAGE only because the selection names its tests
         elif code == USAGE:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -114,7 +116,8 @@ def test_blocked_plugin_is_refused(lane: Project, lost: str, flags: tuple[str, .
     for arguments, env in (((*flags, "-p", f"no:{lost}"), {}), (flags, {"PYTEST_ADDOPTS": f"-p no:{lost}"})):
         result = lane.pytest(*arguments, **env)
         assert result.code == 4, result.out + result.err
-        assert not (lane.root / "record.json").exists()
+        record = lane.root / "record.json"
+        assert not record.exists() or not lane.record().complete
 
 
 @pytest.mark.parametrize(
@@ -142,14 +145,78 @@ def test_good(lane, row):
 """
 
 
-def test_exit_of_the_process_is_red_under_gate(lane: Project) -> None:
-    """A test that ends the process leaves no judged run; one that ends a child of its own is not concerned."""
+def test_child_of_a_test_may_exit(lane: Project) -> None:
     lane.tests(EXITS)
     assert lane.pytest(*GATE).code == 0
-    lane.tests(EXITS + "    os._exit(0)\n")
+
+
+FAILS = (
+    "import pytest\n\n@pytest.hookimpl(tryfirst=True)\ndef pytest_runtest_call(item):\n    assert False\n\n"
+)
+CONFTESTS = {
+    "sys.exit": "import sys\nsys.exit(0)\n",
+    "os._exit": "import os\nos._exit(0)\n",
+    "atexit": f"import atexit, os\natexit.register(os._exit, 0)\n{FAILS}",
+    "exitstatus": f"{FAILS}@pytest.hookimpl(trylast=True)\ndef pytest_sessionfinish(session):\n"
+    "    session.exitstatus = 0\n",
+    "unconfigure": f"import os\n{FAILS}def pytest_unconfigure():\n    os._exit(0)\n",
+}
+CALLS = {
+    "os._exit": "os._exit(0)",
+    "exit of C": "__import__('ctypes').CDLL(None).exit(0)",
+    "_exit of C": "__import__('ctypes').CDLL(None)._exit(0)",
+    "execv": "os.execv('/bin/true', ['true'])",
+}
+
+
+@pytest.mark.parametrize(
+    ("conftest", "call"),
+    [*((text, "") for text in CONFTESTS.values()), *(("", call) for call in CALLS.values())],
+    ids=[f"conftest {name}" for name in CONFTESTS] + [f"test {name}" for name in CALLS],
+)
+def test_exit_with_0_is_red_under_gate(lane: Project, conftest: str, call: str) -> None:
+    """Whatever ends the process with 0, its parent finds no complete green record; not the one of an older run."""
+    assert lane.pytest(*GATE).code == 0
+    lane.write("suites/conftest.py", conftest)
+    lane.tests(f"{GOOD}    {call}\n" if call else GOOD)
     result = lane.pytest(*GATE)
-    assert result.code == 3
-    assert result.err == "ERROR: --gate: os._exit(0) ended this run before it was judged\n"
+    assert result.code in (1, 3), result.out + result.err
+    assert lane.record().red
+
+
+@pytest.mark.parametrize("broken", ["import nothing_of_this_name", "import os; os.kill(os.getpid(), 9)"])
+def test_run_that_ends_early_leaves_no_older_record(lane: Project, broken: str) -> None:
+    assert lane.pytest(*GATE).code == 0
+    lane.write("suites/conftest.py", broken)
+    assert lane.pytest(*GATE[:-1]).code in (4, -9)
+    assert not lane.record().complete
+
+
+def test_signal_to_the_parent_alone_ends_the_run(lane: Project) -> None:
+    lane.tests(GOOD + "    open('began', 'w').close()\n    time.sleep(100)\n")
+    process = lane.start("-m", "pytest", *GATE)
+    while not (lane.root / "began").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert not lane.record().complete
+
+
+@pytest.mark.parametrize("path", ["baselines/cpu.json", "pyproject.toml", "suites/model/test_b.py"])
+def test_record_replaces_nothing_but_a_record(lane: Project, path: str) -> None:
+    before = (lane.root / path).read_bytes()
+    result = lane.pytest(*GATE, f"--record={path}")
+    assert (result.code, (lane.root / path).read_bytes()) == (4, before)
+    assert f"--record={path}: this file is not a record: name another" in result.err
+
+
+def test_variables_of_bumpgate_need_bumpgate_itself_as_their_parent(lane: Project) -> None:
+    """Process 1 is an ancestor of every process."""
+    result = lane.pytest(*GATE, BUMPGATE_UNTIMED="1", BUMPGATE_PARENT="1")
+    assert result.code == 4, result.out
+    assert "only bumpgate sets them" in result.err
 
 
 def test_forked_child_writes_no_record(lane: Project) -> None:
