@@ -122,10 +122,17 @@ def covers(acceptance: Acceptance, row: Row, baseline: Baseline) -> bool:
         return False
     if row.better == "code":
         return row.value == value
-    if row.better in ("lower", "higher") and not is_number(value):
-        return False
     moved = Baseline(baseline.lane, {}, {row.id: replace(reviewed, value=value)})
-    return not judge(row, moved, failed_instruments=NO_FAULTS).red
+    if row.better not in ("lower", "higher"):
+        return not judge(row, moved, failed_instruments=NO_FAULTS).red
+    old, measured = reviewed.value, row.value
+    if not (is_number(value) and is_number(old) and is_number(measured)):
+        return False
+    found = judge(row, moved, failed_instruments=NO_FAULTS)
+    # Also a value between the reviewed and the accepted one; far beyond the reviewed one that would accept any loss.
+    near = abs(old) / MAX_RATIO <= abs(value) <= abs(old) * MAX_RATIO
+    between = near and min(old, value) <= measured <= max(old, value)
+    return found.verdict is Verdict.PASS or (between and found.verdict in (Verdict.WIN, Verdict.CHANGED))
 
 
 def apply(

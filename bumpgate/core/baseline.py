@@ -27,8 +27,10 @@ from bumpgate.core.rows import (
     Verdict,
     is_finite,
     is_number,
+    is_time,
     of_time,
     same_value,
+    tolerance_fault,
     write_atomic,
 )
 
@@ -261,6 +263,9 @@ def violation(row: Row) -> str | None:
     value = row.value
     if is_number(value) and not is_finite(value):
         return f"measured {value}, not a finite number"
+    for name, points in row.series.items():
+        if wrong := [(i, x) for i, x in enumerate(points) if not is_finite(x)]:
+            return f"curve {name!r}: point {wrong[0][0]} is {wrong[0][1]}, not a finite number"
     if row.expected is not None and not same_value(value, row.expected):
         return f"expected {row.expected!r} (derived), measured {value!r}"
     if row.better == "defect" and value == 1 and row.at_most == 0:
@@ -402,7 +407,8 @@ def _ordered(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judg
     """Judge "lower" and "higher" rows: the limit is the reviewed value plus or minus `tolerance` of its magnitude.
 
     Only an interval completely beyond a limit decides. One that contains the limit is INCONCLUSIVE if the value itself
-    is beyond it, or if the interval is too wide to have shown such a regression.
+    is beyond it, or if the interval is too wide to have shown such a regression. An exact cost that falls (guards,
+    bytes, FLOPs) is CHANGED until it is reviewed: a count of the first graph, or without the backward, reads as a gain.
     The tolerance is the baseline's: a test cannot loosen a reviewed row.
     """
     if row.better not in ("lower", "higher"):
@@ -422,7 +428,10 @@ def _ordered(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judg
     if low > limit:
         return Judgement(row, Verdict.REGRESSION, reason, investigate(baseline.lane, row.test))
     if high < gain:
-        return Judgement(row, Verdict.WIN, reason, accept(baseline.lane, row.id))
+        verdict = Verdict.WIN
+        if row.better == "lower" and row.interval is None and not is_time(row):
+            verdict, reason = Verdict.CHANGED, f"{reason}: fewer, or an instrument that saw only a part"
+        return Judgement(row, verdict, reason, accept(baseline.lane, row.id))
     if high > limit and (value > limit or high - low > 2 * slack):
         return Judgement(row, Verdict.INCONCLUSIVE, reason, investigate(baseline.lane, row.test))
     return None
@@ -487,8 +496,8 @@ def _row_fault(row_id: str, raw: Any) -> str | None:
         return f"value must be a finite number, a string or a boolean, got {value!r}"
     if raw["better"] in ("lower", "higher") and not is_number(value):
         return f"better={raw['better']!r} needs a number, got {value!r}"
-    if not is_finite(tolerance) or tolerance < 0:
-        return f"tolerance must be a finite number of at least 0, got {tolerance!r}"
+    if fault := tolerance_fault(raw["better"], tolerance):
+        return fault
     if raw["better"] not in ("lower", "higher") and tolerance:
         return f"a row whose better is {raw['better']!r} has no tolerance"
     if not all(isinstance(raw.get(name, ""), str) for name in ("unit", "note", "test", *OPTIONAL)):

@@ -29,6 +29,8 @@ RECORD_SCHEMA = 2
 RECORD_KEYS = {"schema", "complete", "provenance", "problems", "rows"}
 XZ = b"\xfd7zXZ\0"  # the first bytes of a file that xz wrote
 ROW_ID = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9][A-Za-z0-9._+=-]*/[a-z][a-z0-9_]*")
+# A cost may be this much worse, relative to the reviewed one; more would be no limit.
+MOST_TOLERANCE = 10
 RULE = re.compile(r"[A-Z]\d+")
 BETTER = ("exact", "lower", "higher", "derived", "defect", "code")
 # Curves are only plotted: more points than a plot has pixels would only enlarge the record.
@@ -67,7 +69,7 @@ class Verdict(Enum):
     REGRESSION = "REGRESSION"
     """Worse than the limit, against the derived expectation, or not a finite number."""
     CHANGED = "CHANGED"
-    """Another value, unit or kind of row than the reviewed one, neither better nor worse."""
+    """Another value, unit or kind of row than the reviewed one, or an exact cost that fell: counted in part?"""
     MISSING = "MISSING"
     """Reviewed but not measured in this run, or measured but never reviewed."""
     INSTRUMENT = "INSTRUMENT"
@@ -167,7 +169,7 @@ class Row:
         out["value"] = _encode(self.value)
         out["interval"] = None if self.interval is None else [_encode(x) for x in self.interval]
         out |= {"evidence": list(self.evidence), "instruments": list(self.instruments)}
-        curves = {name: list(points) for name, points in out.pop("series").items()}
+        curves = {name: [_encode(x) for x in points] for name, points in out.pop("series").items()}
         out |= {"series": curves} if curves else {}
         return {name: x for name, x in out.items() if x or name not in OPTIONAL}
 
@@ -185,7 +187,7 @@ class Row:
                     "interval": None if interval is None else tuple(_decode(x) for x in interval),
                     "evidence": tuple(raw["evidence"]),
                     "instruments": tuple(raw["instruments"]),
-                    "series": {name: tuple(points) for name, points in series.items()},
+                    "series": {name: tuple(map(_decode, points)) for name, points in series.items()},
                 }
             )
         except (TypeError, AttributeError):
@@ -477,10 +479,8 @@ def _faults(row: Row) -> Iterable[str]:
             yield f"{name} must be a finite number, got {bound!r}"
         if bound is not None and row.value is not None and not is_number(row.value):
             yield f"{name} needs a number, got {row.value!r}"
-    if not is_finite(row.tolerance) or row.tolerance < 0:
-        yield f"tolerance must be a finite number of at least 0, got {row.tolerance!r}"
-    elif row.better == "higher" and row.tolerance >= 1:
-        yield f"tolerance {row.tolerance:g} accepts any loss: it is relative, so 2 % is 0.02"
+    if fault := tolerance_fault(row.better, row.tolerance):
+        yield fault
     if not isinstance(row.paired, bool):
         yield f"paired must be True or False, got {row.paired!r}"
     if not isinstance(row.work, str):
@@ -520,6 +520,18 @@ def _faults(row: Row) -> Iterable[str]:
     yield from _series_faults(row.series)
 
 
+def tolerance_fault(better: object, tolerance: object) -> str:
+    """Return what is wrong with the tolerance of a row or of its review; "" if it is valid."""
+    if not is_finite(tolerance) or tolerance < 0:
+        return f"tolerance must be a finite number of at least 0, got {tolerance!r}"
+    most = MOST_TOLERANCE if better == "lower" else 1
+    return (
+        f"tolerance {tolerance:g} accepts any loss: it is relative, so 2 % is 0.02"
+        if tolerance >= most
+        else ""
+    )
+
+
 def _series_faults(series: Mapping[str, tuple[float, ...]]) -> Iterable[str]:
     if not isinstance(series, Mapping) or len(series) > MAX_CURVES:
         yield f"series must map at most {MAX_CURVES} names to points"
@@ -529,8 +541,8 @@ def _series_faults(series: Mapping[str, tuple[float, ...]]) -> Iterable[str]:
             yield f"the name of a curve must be a string, got {name!r}"
         elif not isinstance(points, tuple) or not 1 <= len(points) <= MAX_POINTS:
             yield f"curve {name!r} must be a tuple of 1 to {MAX_POINTS} points"
-        elif not all(is_finite(point) for point in points):
-            yield f"curve {name!r}: every point must be a finite number"
+        elif not all(map(is_finite if name == COST_PER_ROUND else is_number, points)):
+            yield f"curve {name!r}: every point must be a number, and a cost finite"
 
 
 def _encode(value: Value) -> Any:

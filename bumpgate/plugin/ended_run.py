@@ -137,7 +137,7 @@ class EndedRun:
             if (other := tests.setdefault(row.id, row.test)) != row.test:
                 why = f"its row {row.id!r} is also that of {other}: rename one of them"
                 self.duplicates.add(Problem(row.test, ProblemKind.FAILED, why))
-        return found
+        return [j for j in found if tests[j.row.id] == j.row.test]
 
     def _outcome(self, test: str) -> Judgement:
         happened = self.reports

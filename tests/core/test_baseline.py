@@ -263,7 +263,7 @@ reviewed_rows = st.one_of(
         | st.integers(-99, 99),
         st.text(min_size=1),
         directions,
-        st.floats(0, 10),
+        st.floats(0, 0.99),
         st.text(),
         st.text(),
     ),
@@ -305,6 +305,36 @@ GOOD = {
 }
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"unit": "count"}, Verdict.CHANGED),
+        ({"unit": "FLOP"}, Verdict.CHANGED),
+        ({"unit": "bytes"}, Verdict.CHANGED),
+        ({"unit": "count", "better": "higher", "value": 853}, Verdict.WIN),
+        ({"unit": "s"}, Verdict.WIN),
+        ({"unit": "ms", "interval": (283.0, 285.0)}, Verdict.WIN),
+    ],
+    ids=str,
+)
+def test_exact_cost_that_falls_is_not_silently_green(fields: dict[str, object], expected: Verdict) -> None:
+    """A count of the first graph alone, or FLOPs without the backward, reads as a gain."""
+    row = measured(**{"value": 284, **fields})  # type: ignore[arg-type]
+    old = 284 if row.better == "higher" else 853
+    made = replace(reviewed(old, row.better, 0.1).rows["a/b/c"], unit=row.unit)
+    judgement = judge(row, Baseline("cpu", {}, {"a/b/c": made}), failed_instruments={})
+    assert judgement.verdict is expected
+    assert judgement.red is (expected is Verdict.CHANGED)
+
+
+def test_curve_that_is_not_finite_is_a_regression() -> None:
+    row = measured(1.0, series={"loss": (2.0, math.nan, 1.0)})
+    assert Row.from_json(row.to_json()).to_json() == row.to_json()
+    judgement = judge(row, reviewed(1.0), failed_instruments={})
+    assert judgement.verdict is Verdict.REGRESSION
+    assert judgement.reason == "curve 'loss': point 1 is nan, not a finite number"
+
+
 def written(tmp_path: Path, **row: object) -> Path:
     path = tmp_path / "baselines" / "cpu.json"
     path.parent.mkdir(exist_ok=True)
@@ -325,6 +355,8 @@ def written(tmp_path: Path, **row: object) -> Path:
         {"better": "lower", "tolerance": -1},
         {"better": "lower", "tolerance": "5%"},
         {"better": "lower", "tolerance": True},
+        {"better": "lower", "tolerance": 1e299},
+        {"better": "higher", "tolerance": 1.0},
         {"tolerance": 0.1},
         {"note": 3},
         {"unit": ...},

@@ -120,7 +120,7 @@ def make(**changes: object) -> Row:
         {"series": {"": (1.0,)}},
         {"series": {"loss": ()}},
         {"series": {"loss": [1.0]}},
-        {"series": {"loss": (1.0, math.nan)}},
+        {"series": {"cost_per_round": (1.0, math.nan)}},
         {"series": {"loss": ("1",)}},
         {"series": {"loss": (0.0,) * (MAX_POINTS + 1)}},
         {"series": {f"loss{i}": (0.0,) for i in range(MAX_CURVES + 1)}},

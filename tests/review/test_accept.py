@@ -82,8 +82,26 @@ def test_value_other_than_accepted_is_red_with_reason() -> None:
 
 def test_acceptance_uses_the_tolerance_of_the_row() -> None:
     reviewed = baseline(100.0, "lower", 0.1)
-    for value, red in ((105.0, False), (130.0, False), (131.9, False), (132.1, True), (60.0, False)):
+    for value, red in ((105.0, False), (130.0, False), (131.9, False), (132.1, True), (60.0, True)):
         assert apply(row(value=value, better="lower"), reviewed, entry(120.0)).red is red, value
+
+
+@pytest.mark.parametrize(
+    ("value", "measured", "red"),
+    [
+        (120.0, 110.0, False),
+        (120.0, 130.0, True),
+        (120.0, 80.0, True),
+        (500.0, 500.0, False),
+        (500.0, 400.0, True),
+        (1e299, 1e5, True),
+        (1e299, 110.0, True),
+    ],
+)
+def test_accepted_cost_is_no_limit_for_any_loss(value: float, measured: float, red: bool) -> None:
+    """Beyond twice the reviewed value it accepts itself only."""
+    j = apply(row(value=measured, better="lower"), baseline(100.0, "lower"), entry(value))
+    assert j.red is red
 
 
 @pytest.mark.parametrize(
