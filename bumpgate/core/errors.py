@@ -88,6 +88,12 @@ def one_fault(what: str, kind: type[BumpgateError] = BumpgateError, fix: str = "
         raise kind(one_line(f"{what} ({one_line(why, 120)}){fix and '; '}{fix}", 600)) from None
 
 
+def check_number(option: str, value: float, most: float) -> None:
+    """Raise BumpgateError if the number of an option is not from 0 to `most`, as inf and NaN are not."""
+    if not 0 <= value <= most:
+        raise BumpgateError(f"{option} {value:g}: must be a number from 0 to {most:g}")
+
+
 def is_line(text: object) -> bool:
     """Return whether a value is one line of printable text."""
     if not isinstance(text, str) or UNPRINTABLE.search(text):

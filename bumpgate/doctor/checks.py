@@ -23,12 +23,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from bumpgate.core import lanes
-from bumpgate.core.errors import one_line
+from bumpgate.core.errors import one_fault, one_line
 from bumpgate.core.toml import tomllib
 from bumpgate.doctor import abi
 from bumpgate.doctor.examination import Check, Defect, Examine, Found, NotRun, Part, Site
 from bumpgate.env import store
-from bumpgate.env.inventory import Inventory
 from bumpgate.env.lane import lane_lock
 from bumpgate.env.locks import read_lock
 from bumpgate.env.packages import Mismatch, mismatches, release, satisfies
@@ -86,7 +85,7 @@ def interpreter(site: Site) -> Found:
         yield f"{site.inventory.implementation} {site.inventory.python}, {site.interpreter.python}"
     except ChildFault as fault:
         reason = f"{site.interpreter.python} does not answer: {fault}"
-        yield Defect("BG101", reason, "name another interpreter with --python")
+        yield Defect(reason, "name another interpreter with --python")
 
 
 @check("BG102", "python", "BG101")
@@ -95,7 +94,6 @@ def python(site: Site) -> Found:
     found, expected = site.inventory, site.row.python
     if not satisfies(found.python, expected) or found.implementation != "CPython":
         yield Defect(
-            "BG102",
             f"{found.implementation} {found.python}, lane {site.lane} requires CPython {expected}",
             f"uv venv --python '{expected}' .venv, then --python .venv/bin/python",
         )
@@ -107,7 +105,7 @@ def python_variables(site: Site) -> Found:
     """BG103: no variable of Python itself breaks the assumptions of the suites."""
     for name, rule in site.contract["wheels"]["python"].items():
         if site.env_vars.get(name):
-            yield Defect("BG103", f"{name}={site.env_vars[name]}: {rule['reason']}", f"unset {name}")
+            yield Defect(f"{name}={site.env_vars[name]}: {rule['reason']}", f"unset {name}")
     yield "none that the contract rejects"
 
 
@@ -118,7 +116,6 @@ def kernels(site: Site) -> Found:
     ours = site.root / "kernels"
     if found.kernels is None or found.kernels.resolve() != ours.resolve():
         yield Defect(
-            "BG104",
             f"`import kernels` is {found.kernels or 'nothing'}, not {ours}",
             f"{site.interpreter.python} -m pip uninstall kernels, or export PYTHONPATH={shlex.quote(str(site.root))}",
         )
@@ -129,7 +126,6 @@ def kernels(site: Site) -> Found:
     on_path = [Path(p).resolve() for p in site.env_vars.get("PYTHONPATH", "").split(os.pathsep) if p]
     if other.parent.resolve() in on_path:
         yield Defect(
-            "BG104",
             f"PYTHONPATH puts {other} before ours for programs that are started by their file",
             f"export PYTHONPATH={shlex.quote(str(site.root))}",
         )
@@ -146,12 +142,11 @@ def contract_document(site: Site) -> Found:
     try:
         pinned = (lock.read_text().split() or [""])[0]
     except OSError as error:
-        yield Defect("BG105", f"contract.lock cannot be read ({error.strerror})", f"after review: {command}")
+        yield Defect(f"contract.lock cannot be read ({error.strerror})", f"after review: {command}")
         return
     digest = hashlib.sha256((site.root / "launch/contract.toml").read_bytes()).hexdigest()
     if digest != pinned:
         yield Defect(
-            "BG105",
             f"contract.toml has sha256 {digest[:12]}, reviewed was {pinned[:12] or 'none'}",
             f"git checkout launch/contract.toml; after review: {command}",
         )
@@ -165,19 +160,18 @@ def contract_variables(site: Site) -> Found:
     for name, rule in tables["always"].items():
         if site.env_vars.get(name, rule["value"]) != rule["value"]:
             yield Defect(
-                "BG106",
                 f"{name}={site.env_vars[name]}, the contract requires {rule['value']}: {rule['reason']}",
                 f"unset {name}",
             )
     for name, rule in tables["rank"].items():
         if name in site.env_vars and not site.env_vars.get("LOCAL_RANK"):
-            yield Defect("BG106", f"{name} is set without LOCAL_RANK: {rule['reason']}", f"unset {name}")
+            yield Defect(f"{name} is set without LOCAL_RANK: {rule['reason']}", f"unset {name}")
     for name, rule in tables["refused"].items():
         if site.env_vars.get(name):
-            yield Defect("BG106", f"{name}={site.env_vars[name]}: {rule['reason']}", f"unset {name}")
+            yield Defect(f"{name}={site.env_vars[name]}: {rule['reason']}", f"unset {name}")
     for name, rule in tables["inert"].items():
         if site.env_vars.get(name):
-            yield Defect("BG106", f"{name} does nothing: {rule['reason']}", f"unset {name}", warning=True)
+            yield Defect(f"{name} does nothing: {rule['reason']}", f"unset {name}", warning=True)
     yield "none contradicts the contract"
 
 
@@ -211,9 +205,7 @@ def temporary(site: Site) -> Found:
     """BG110: the temporary directory, where compilers write before anything reaches a cache."""
     place = Path(site.env_vars.get("TMPDIR") or tempfile.gettempdir())
     if fault := _write_fault(place):
-        yield Defect(
-            "BG110", f"TMPDIR={place}: {fault[1]}", "export TMPDIR to a writable directory with space"
-        )
+        yield Defect(f"TMPDIR={place}: {fault[1]}", "export TMPDIR to a writable directory with space")
     yield str(place)
 
 
@@ -224,7 +216,7 @@ def compiler(site: Site) -> Found:
     path = shutil.which(chosen[0], path=site.env_vars.get("PATH"))
     fix = "apt-get install g++, or export CXX to a C++ compiler"
     if path is None:
-        yield Defect("BG111", f"no C++ compiler: {chosen[0]} is not on PATH", fix)
+        yield Defect(f"no C++ compiler: {chosen[0]} is not on PATH", fix)
         return
     try:
         with tempfile.TemporaryDirectory() as directory:
@@ -232,7 +224,7 @@ def compiler(site: Site) -> Found:
             flags = ["-fopenmp", "-fPIC", "-shared", str(source), "-o", str(source.with_suffix(".so"))]
             run([path, *chosen[1:], *flags], site.root, site.env_vars, COMPILE_SECONDS)
     except ChildFault as fault:
-        yield Defect("BG111", f"{chosen[0]} does not compile a small OpenMP library: {fault}", fix)
+        yield Defect(f"{chosen[0]} does not compile a small OpenMP library: {fault}", fix)
     yield path
 
 
@@ -241,22 +233,22 @@ def _directory(place: Path, what: str, name: str, minimum: int) -> Iterator[Defe
     elsewhere = f"export {name} to a writable directory on a volume that outlives the run"
     if not place.is_dir():
         if place.exists():
-            yield Defect("BG107", f"{what}: {place} is a file", elsewhere)
+            yield Defect(f"{what}: {place} is a file", elsewhere, code="BG107")
         else:
             make = f"mkdir -p {shlex.quote(str(place))}, or {elsewhere}"
-            yield Defect("BG107", f"{what} does not exist", make)
+            yield Defect(f"{what} does not exist", make, code="BG107")
         return
     fault = _write_fault(place)
     if fault and fault[0] not in FULL:
-        yield Defect("BG108", f"{what} cannot be written: {fault[1]}", elsewhere)
+        yield Defect(f"{what} cannot be written: {fault[1]}", elsewhere, code="BG108")
         return
     free = 0 if fault else shutil.disk_usage(place).free
     if fault or free < minimum:
         why = fault[1] if fault else f"{free >> 20} MiB free"
         yield Defect(
-            "BG109",
             f"{what}: {why}, the contract requires {minimum >> 20} MiB",
             f"free space, or {elsewhere}",
+            code="BG109",
         )
 
 
@@ -278,20 +270,20 @@ def torch_installed(site: Site) -> Found:
     found, install = site.inventory, f"{site.interpreter.python} -m pip install 'torch{site.row.torch}'"
     distributions = found.distributions.get("torch", ())
     if found.torch is None or not found.torch_version:
-        yield Defect("BG201", "torch is not installed", install)
+        yield Defect("torch is not installed", install)
         return
     if len(distributions) > 1:
         places = ", ".join(f"{d.version} in {d.place}" for d in distributions)
         yield Defect(
-            "BG203",
             f"two torch distributions: {places}",
             f"pip uninstall torch until none is left, then {install}",
+            code="BG203",
         )
     elif distributions and not _one_build(distributions[0].version, found.torch_version):
         yield Defect(
-            "BG203",
             f"the metadata states torch {distributions[0].version}, {found.torch} states {found.torch_version}",
             f"pip uninstall torch, clear PYTHONPATH, then {install}",
+            code="BG203",
         )
     yield f"{found.torch_version} in {found.torch}"
 
@@ -313,11 +305,11 @@ def versions(site: Site) -> Found:
     wrong = {m.package for m in mismatches(site.row, found)}
     for m in mismatches(site.row, found):
         if m.package == "torch":
-            yield Defect("BG202", _differs(site, m), f"pip install 'torch{m.expected}'")
+            yield Defect(_differs(site, m), f"pip install 'torch{m.expected}'")
         elif m.package in wheels:
-            yield Defect("BG205", _differs(site, m), _install_wheels(site, wrong))
+            yield Defect(_differs(site, m), _install_wheels(site, wrong), code="BG205")
         elif m.package != "python":  # BG102
-            yield Defect("BG204", _differs(site, m), f"pip install '{m.package}{m.expected}'")
+            yield Defect(_differs(site, m), f"pip install '{m.package}{m.expected}'", code="BG204")
     yield f"as in {site.reference.source}: torch {site.row.torch or 'of any version'}" + "".join(
         f", {name} {spec}" for name, spec in site.row.packages.items()
     )
@@ -334,8 +326,7 @@ def _install_wheels(site: Site, wrong: Container[str]) -> str:
     wheels = {w.name: w.version for w in site.row.wheels if w.name in wrong}
     lock = lane_lock(site.root, site.lane)
     locked = [p for p in read_lock(lock).packages if p.name in wheels] if lock.exists() else []
-    stored = [path.parent for p in locked for wheel in p.wheels if (path := store.find(wheel))]
-    flags = ["--no-build-isolation", *(part for folder in stored for part in ("--find-links", str(folder)))]
+    flags = ["--no-build-isolation", *store.find_links(locked)]
     pins = [f"{name}=={version}" if version else name for name, version in wheels.items()]
     return shlex.join([python, "-m", "pip", "install", *flags, *pins])
 
@@ -362,13 +353,16 @@ def requirements(site: Site) -> Found:
     if lacking:
         needed = ", ".join(f"{text} ({has})" for text, has in lacking.items())
         command = shlex.join([str(site.interpreter.python), "-m", "pip", "install", *lacking])
-        yield Defect("BG206", f"the suites need {needed}", command)
+        yield Defect(f"the suites need {needed}", command)
     yield f"{len(required)} packages of the extra `suite`"
 
 
 def _suite_requirements(root: Path) -> list[str]:
-    project: dict[str, Any] = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return list(project.get("optional-dependencies", {}).get("suite", ()))
+    with one_fault("pyproject.toml has no extra `suite`", fix="restore it: git checkout pyproject.toml"):
+        project: dict[str, Any] = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))[
+            "project"
+        ]
+        return list(project.get("optional-dependencies", {}).get("suite", ()))
 
 
 @check("BG207", "kernel wheels", "BG201")
@@ -383,7 +377,7 @@ def kernel_wheels(site: Site) -> Found:
     if tool := abi.missing_tool():
         if wheels:
             reason = f"{tool} is not on PATH: extensions cannot be audited"
-            yield Defect("BG208", reason, "apt-get install binutils")
+            yield Defect(reason, "apt-get install binutils", code="BG208")
         else:
             yield NotRun(f"{tool} is not on PATH: no package is audited; apt-get install binutils")
         return
@@ -392,9 +386,9 @@ def kernel_wheels(site: Site) -> Found:
         rebuild = REBUILD.format(wheel.name)
         try:
             for fault in abi.audit(wheel, found):
-                yield Defect("BG207" if fault.kind == "label" else "BG208", fault.reason, rebuild)
+                yield Defect(fault.reason, rebuild, code="BG207" if fault.kind == "label" else "BG208")
         except abi.ToolError as error:
-            yield Defect("BG208", f"{wheel.name} cannot be audited: {error}", rebuild)
+            yield Defect(f"{wheel.name} cannot be audited: {error}", rebuild, code="BG208")
     extensions = sum(len(wheel.extensions) for wheel in wheels)
     yield f"{len(wheels)} wheels, {extensions} extensions need nothing that this torch lacks"
 
@@ -403,21 +397,19 @@ def kernel_wheels(site: Site) -> Found:
 def cuda_build(site: Site) -> Found:
     """BG209: the release of torch has this CUDA build (experimental and legacy ones give a warning)."""
     found, fix = site.inventory, f"pip install 'torch{site.row.torch}'"
-    cuda, torch = _cuda(found), found.torch_version
+    cuda, torch = found.cuda, found.torch_version
     if cuda is None or not torch:
         yield "no CUDA build"
         return
     rule = site.contract["wheels"]["cuda"].get(cuda)
     if rule is None:
-        yield Defect(
-            "BG209", f"torch {torch}: the contract lists no build for CUDA {cuda}", fix, warning=True
-        )
+        yield Defect(f"torch {torch}: the contract lists no build for CUDA {cuda}", fix, warning=True)
     elif not _holds(rule["published"], torch):
-        yield Defect("BG209", f"torch {torch}: CUDA {cuda} is {rule['reason']}", fix)
+        yield Defect(f"torch {torch}: CUDA {cuda} is {rule['reason']}", fix)
     else:
         for kind in ("experimental", "legacy"):
             if kind in rule and _holds(rule[kind], torch):
-                yield Defect("BG209", f"CUDA {cuda} is {kind}: {rule['reason']}", fix, warning=True)
+                yield Defect(f"CUDA {cuda} is {kind}: {rule['reason']}", fix, warning=True)
     yield f"CUDA {cuda}"
 
 
@@ -427,14 +419,14 @@ def driver(site: Site) -> Found:
     if lanes.require(site.root, site.lane).device != "cuda":
         yield "the lane needs none"
         return
-    cuda, found = _cuda(site.inventory), driver_version(site.env_vars, site.root)
+    cuda, found = site.inventory.cuda, driver_version(site.env_vars, site.root)
     rule: Mapping[str, str] = site.contract["wheels"]["cuda"].get(cuda or "", {})
     bounds = [text for text in (rule.get("driver"), str(site.row.driver or "")) if text]
     oldest = max(bounds, key=Version, default="0")
     if found is None or Version(found) < Version(oldest):
         has = f"driver {found}" if found else "no NVIDIA driver answers"
         fix = f"install an NVIDIA driver of at least {oldest}: https://www.nvidia.com/drivers"
-        yield Defect("BG210", f"{has}, {f'CUDA {cuda}' if cuda else f'lane {site.lane}'} needs {oldest}", fix)
+        yield Defect(f"{has}, {f'CUDA {cuda}' if cuda else f'lane {site.lane}'} needs {oldest}", fix)
     yield f"{found}, at least {oldest} is needed"
 
 
@@ -457,11 +449,6 @@ def driver_version(env_vars: Mapping[str, str], root: Path) -> str | None:
     return version[0] if version else None
 
 
-def _cuda(found: Inventory) -> str | None:
-    cuda = found.version.get("cuda")
-    return str(cuda) if cuda else None
-
-
 def _holds(rule: str, torch: str) -> bool:
     try:
         return SpecifierSet(rule).contains(release(torch))
@@ -477,13 +464,12 @@ def torch_imports(site: Site) -> Found:
         version, total = site.interpreter.json("-c", IMPORT, timeout=IMPORT_SECONDS, extra=BLIND)
     except ChildFault as fault:
         yield Defect(
-            "BG301",
             f"`import torch` fails: {fault}",
             f"{python} -X faulthandler -c 'import torch', then pip install --force-reinstall 'torch{site.row.torch}'",
         )
         return
     if total != "2.0":
-        yield Defect("BG301", f"torch {version} adds 1 and 1 to {total}", "reinstall torch")
+        yield Defect(f"torch {version} adds 1 and 1 to {total}", "reinstall torch")
     yield version
 
 
@@ -495,20 +481,17 @@ def instruments(site: Site) -> Found:
         try:
             reasons = site.interpreter.json("-c", CANARIES, timeout=CANARY_SECONDS, extra=extra)
         except ChildFault as fault:
-            yield Defect(
-                "BG302", f"the canaries do not run: {fault}", f"pytest -m {site.lane} suites/canaries"
-            )
+            yield Defect(f"the canaries do not run: {fault}", f"pytest -m {site.lane} suites/canaries")
             return
     for name, reason in reasons.items():
         if reason:
             yield Defect(
-                "BG302",
                 f"canary {name}: {one_line(reason, 200)}",
                 f"pytest -m {site.lane} suites/canaries; its instrument, in bumpgate/plugin/instruments or "
                 "suites/support/instruments, reads a name that torch may have changed",
             )
     if not reasons:
-        yield Defect("BG302", "no canary ran", f"pytest -m {site.lane} suites/canaries")
+        yield Defect("no canary ran", f"pytest -m {site.lane} suites/canaries")
     yield f"{len(reasons)} canaries agree"
 
 
@@ -527,14 +510,11 @@ def variables_have_effect(site: Site) -> Found:
             "-c", CONFIGURATION, *fields, timeout=IMPORT_SECONDS, extra={**BLIND, **expected_vars}
         )
     except ChildFault as fault:
-        yield Defect(
-            "BG303", f"torch's configuration cannot be read: {fault}", f"pytest -m {site.lane} suites/launch"
-        )
+        yield Defect(f"torch's configuration cannot be read: {fault}", f"pytest -m {site.lane} suites/launch")
         return
     for name, rule in rules.items():
         if read[rule["shows"]] != rule["holds"]:
             yield Defect(
-                "BG303",
                 f"{rule['shows']} is {one_line(read[rule['shows']], 80)} where {name} should leave it {rule['holds']}",
                 "clear the sitecustomize or .pth that sets it; if torch renamed it: the contract's line, after review",
             )
@@ -547,12 +527,10 @@ def device(site: Site) -> Found:
     try:
         found = site.interpreter.json("-c", DEVICE, site.lane, timeout=IMPORT_SECONDS + 60)
     except ChildFault as fault:
-        yield Defect(
-            "BG401", f"the device cannot be detected: {fault}", f"pytest -m {site.lane} --collect-only"
-        )
+        yield Defect(f"the device cannot be detected: {fault}", f"pytest -m {site.lane} --collect-only")
         return
     if found["missing"]:
-        yield Defect("BG401", found["missing"], f"run on a machine of lane {site.lane}")
+        yield Defect(found["missing"], f"run on a machine of lane {site.lane}")
     yield found["device"]
 
 
@@ -566,7 +544,7 @@ def kernel_wheels_run(site: Site) -> Found:
             yield NotRun(f"{name}: needs {smoke.device}, which lane {site.lane} does not have")
     runnable = {name: smoke for name, smoke in installed.items() if smoke.device in reachable}
     for fault in abi.run_cases(runnable, site.interpreter):
-        yield Defect("BG402", fault.reason, REBUILD.format(fault.wheel))
+        yield Defect(fault.reason, REBUILD.format(fault.wheel))
     yield (
         ", ".join(f"{n}: {len(s.cases)} cases" for n, s in installed.items())
         or "no kernel wheel is installed"

@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.errors import BumpgateError
+from bumpgate.core.errors import BumpgateError, one_fault
 from bumpgate.core.toml import tomllib
 from bumpgate.env.inventory import Inventory, take
 from bumpgate.env.lane import LaneContext, smoke_tests
@@ -36,12 +37,19 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class Defect:
-    """A defect. code: BG and three digits, one per kind of defect. fix: the command or edit that fixes it."""
+    """A defect. fix: the command or edit that fixes it. code: BG and three digits, by default that of its check."""
 
-    code: str
     reason: str
     fix: str
+    code: str = ""
     warning: bool = False
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """Reason why a check could not run here; it must not count as ok."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,7 @@ class CheckResult:
     fix: str = ""
 
     def to_json(self) -> dict[str, str]:
-        fields = {"code": self.code, "part": self.part.value, "check": self.check}
-        return fields | {"status": self.status.value, "reason": self.reason, "fix": self.fix}
+        return {**vars(self), "part": self.part.value, "status": self.status.value}
 
 
 @dataclass(frozen=True)
@@ -102,13 +109,6 @@ class Site:
         return take(self.interpreter)
 
 
-@dataclass(frozen=True)
-class NotRun:
-    """Reason why a check could not run here; it must not count as ok."""
-
-    reason: str
-
-
 Found = Iterator[Defect | NotRun | str]
 Examine = Callable[[Site], Found]
 
@@ -133,16 +133,15 @@ class Check:
         for each in self.examine(site):
             if isinstance(each, str):
                 seen = each
-                continue
-            if isinstance(each, NotRun):
-                found.append(self.not_run(each.reason))
-                continue
-            status = Status.WARNING if each.warning else Status.DEFECT
-            found.append(CheckResult(each.code, self.part, self.title, status, each.reason, each.fix))
-        return found or [CheckResult(self.code, self.part, self.title, Status.OK, seen)]
+            elif isinstance(each, NotRun):
+                found.append(self.result(Status.NOT_RUN, each.reason))
+            else:
+                status = Status.WARNING if each.warning else Status.DEFECT
+                found.append(self.result(status, each.reason, each.fix, each.code))
+        return found or [self.result(Status.OK, seen)]
 
-    def not_run(self, why: str) -> CheckResult:
-        return CheckResult(self.code, self.part, self.title, Status.NOT_RUN, why)
+    def result(self, status: Status, reason: str, fix: str = "", code: str = "") -> CheckResult:
+        return CheckResult(code or self.code, self.part, self.title, status, reason, fix)
 
 
 # Tables of the contract that doctor reads -> the fields of each of their rules, apart from its reason.
@@ -183,26 +182,15 @@ def make_site(
 
 def read_contract(path: Path) -> dict[str, Any]:
     """Read contract.toml and check the tables that doctor uses. Raises BumpgateError (one line)."""
-    restore = f"restore it: git checkout launch/{path.name}"
-    try:
+    fix = f"restore it: git checkout launch/{path.name}"
+    with one_fault(f"{path.name}: not the contract", fix=fix):
         raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-        minimum = raw["caches"]["minimum_free_bytes"]
+        if not isinstance(raw["caches"]["minimum_free_bytes"], int):
+            raise TypeError("caches.minimum_free_bytes is not a number")
         for name, fields in RULES.items():
-            table = raw
-            for part in name.split("."):
-                table = table[part]
-            for rule in table.values():
-                missing = [f for f in ("reason", *fields) if f not in rule]
-                if missing:
+            for rule in reduce(getitem, name.split("."), raw).values():
+                if missing := [field for field in ("reason", *fields) if field not in rule]:
                     raise KeyError(f"{name}: {missing[0]}")
-        if not isinstance(minimum, int):
-            raise KeyError("caches.minimum_free_bytes")
-    except OSError as error:
-        raise BumpgateError(f"{path.name}: cannot be read ({error.strerror}); {restore}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BumpgateError(f"{path.name}: not TOML ({error}); {restore}") from None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise BumpgateError(f"{path.name}: {error} is missing or misshapen; {restore}") from None
     return raw
 
 
@@ -213,7 +201,9 @@ def examine(site: Site, checks: Iterable[Check]) -> list[CheckResult]:
         ground = (*NEEDS[check.part], *check.needs)
         defects = [f for f in findings if f.status is Status.DEFECT and f.code.startswith(ground)]
         if defects:
-            findings.append(check.not_run(f"{defects[0].code} ({defects[0].check}) comes first"))
+            findings.append(
+                check.result(Status.NOT_RUN, f"{defects[0].code} ({defects[0].check}) comes first")
+            )
         else:
             findings += check.run(site)
     return findings

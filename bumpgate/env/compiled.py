@@ -53,10 +53,7 @@ def bytecode(key: str, side: str, *, new: bool) -> dict[str, str]:
     folder = caches() / f"{key}-{side}" / "bytecode"
     if new:
         shutil.rmtree(folder, ignore_errors=True)
-    return {
-        "PYTHONPYCACHEPREFIX": str(folder),
-        "PYTHONDONTWRITEBYTECODE": "",
-    }
+    return {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def prune(environments: set[str]) -> list[str]:

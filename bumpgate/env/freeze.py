@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 from packaging.tags import Tag
-from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.utils import parse_wheel_filename
 
 from bumpgate.core import lanes as declared
 from bumpgate.core.baseline import find_root
@@ -155,11 +155,7 @@ def pinned(name: str, text: str, python: str) -> tuple[tuple[Locked, ...], dict[
 
 
 def _rank(wheel: Wheel, ranks: Mapping[Tag, int]) -> int | None:
-    try:
-        tags = parse_wheel_filename(wheel.file)[3]
-    except InvalidWheelFilename:
-        return None
-    return min((ranks[tag] for tag in tags if tag in ranks), default=None)
+    return min((ranks[tag] for tag in parse_wheel_filename(wheel.file)[3] if tag in ranks), default=None)
 
 
 def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

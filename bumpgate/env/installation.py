@@ -122,10 +122,8 @@ class Installation:
 
     @property
     def stored(self) -> list[str]:
-        """Return the folders of the wheel store that hold files of the request's lock, as options of uv."""
-        packages = read_lock(self.request.lock).packages if self.request.lock else ()
-        found = [path.parent for p in packages for w in p.wheels if (path := store.find(w))]
-        return [part for folder in found for part in ("--find-links", str(folder))]
+        """Return the options for the files of the request's lock that the wheel store has."""
+        return store.find_links(read_lock(self.request.lock).packages if self.request.lock else ())
 
     def needed(self, resolution: Path) -> int:
         """Estimate the bytes on disk of the packages that no cached environment holds already."""

@@ -135,6 +135,11 @@ class Inventory:
         return next(iter(self.distributions.get(canonicalize_name(name), ())), None)
 
     @property
+    def cuda(self) -> str | None:
+        """Version of CUDA that torch was built for; None for another build."""
+        return str(self.version.get("cuda") or "") or None
+
+    @property
     def torch_version(self) -> str:
         """Version in torch/version.py, which may differ from the metadata: 2.13.0+cu130 in PyPI's wheels of 2.13.0."""
         distribution = self.installed("torch")

@@ -93,18 +93,15 @@ def install_command(lane: Annotated[str, typer.Argument(help="A declared lane.")
     lock = context.lock
     if lock and lock.python in ("", RUNNING):
         lines = [f"{name}=={Version(version).public}" for name, version in lock.versions.items()]
-        wheels = [wheel for package in lock.packages for wheel in package.wheels]
+        stored = store.find_links(lock.packages)
     else:
-        lines, wheels = list(context.requirements()), []
+        lines, stored = list(context.requirements()), []
         typer.echo(f"lane {lane}: no lock for Python {RUNNING}: installing its requirements", err=True)
     with tempfile.TemporaryDirectory() as folder:
         requirements = Path(folder) / "requirements.txt"
         requirements.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         flags = ["--override", str(context.overrides)] if context.overrides else []
-        flags += [
-            part for w in wheels if (path := store.find(w)) for part in ("--find-links", str(path.parent))
-        ]
-        command = [find_uv(), "pip", "install", "--quiet", "--python", sys.executable, *flags]
+        command = [find_uv(), "pip", "install", "--quiet", "--python", sys.executable, *flags, *stored]
         done = subprocess.run([*command, "-r", str(requirements)], env=host_settings())
     if done.returncode == 0 and context.script:
         done = subprocess.run([sys.executable, str(context.script)])

@@ -56,7 +56,7 @@ def _sums(path: Path) -> dict[str, str]:
     """Return file name -> sha256, from the format of sha256sum."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
+    except (OSError, ValueError):
         return {}
     return {
         m[2].rsplit("/", 1)[-1]: m[1].lower()

@@ -25,7 +25,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
-from bumpgate.core.errors import BumpgateError, one_fault
+from bumpgate.core.errors import BumpgateError, check_number, one_fault
 from bumpgate.core.rows import write_atomic
 from bumpgate.core.text import redacted
 from bumpgate.env.request import RUNNING
@@ -165,8 +165,7 @@ def command(
 
     Exit codes: 0 done, 4 bad input, or an index that cannot be reached, 125 a wheel could not be copied.
     """
-    if limit is not None and not 0 <= limit <= MOST_GB:
-        raise BumpgateError(f"--limit {limit:g}: must be a number of GB from 0 to {MOST_GB:g}")
+    check_number("--limit", limit or 0, MOST_GB)
     unlisted = _of_urls(url or (), package, python)
     folder = mirror_root()
     folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.rows import write_atomic
-from bumpgate.env.locks import SHA256, Wheel
+from bumpgate.env.locks import SHA256, Locked, Wheel
 from bumpgate.process.home import home
 
 SUMS = "SHA256SUMS"
@@ -31,10 +31,16 @@ def store_root() -> Path:
     return Path(chosen).expanduser() if chosen else home() / "store"
 
 
-def find(wheel: Wheel, root: Path | None = None) -> Path | None:
+def find(wheel: Wheel) -> Path | None:
     """Return the path of a wheel in the store, or None. Its bytes are not read."""
-    path = (root or store_root()) / wheel.path
+    path = store_root() / wheel.path
     return path if path.is_file() else None
+
+
+def find_links(packages: Iterable[Locked]) -> list[str]:
+    """Return the options of an installer that name the folders of the store with files of these packages."""
+    folders = [path.parent for p in packages for wheel in p.wheels if (path := find(wheel))]
+    return [part for folder in folders for part in ("--find-links", str(folder))]
 
 
 def sha256_of(path: Path) -> str:
@@ -46,18 +52,15 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def contents(root: Path | None = None) -> list[tuple[str, Path]]:
+def contents() -> list[tuple[str, Path]]:
     """Return digest and path of each wheel, from its path: the bytes are not read."""
-    root = root or store_root()
-    return sorted(
-        (path.parent.name, path) for path in root.glob("*/*.whl") if SHA256.fullmatch(path.parent.name)
-    )
+    paths = store_root().glob("*/*.whl")
+    return sorted((path.parent.name, path) for path in paths if SHA256.fullmatch(path.parent.name))
 
 
-def verify(wheel: Wheel, root: Path | None = None) -> Path:
+def verify(wheel: Wheel) -> Path:
     """Return the path of a wheel after checking its hash. Raises StoreError, which names the file."""
-    root = root or store_root()
-    path = find(wheel, root)
+    path = find(wheel)
     if path is None:
         raise StoreError(f"{wheel.file}: not in the wheel store")
     found = sha256_of(path)
@@ -69,13 +72,12 @@ def verify(wheel: Wheel, root: Path | None = None) -> Path:
     return path
 
 
-def put(wheel: Wheel, blocks: Iterable[bytes], root: Path | None = None) -> Path:
+def put(wheel: Wheel, blocks: Iterable[bytes]) -> Path:
     """Store a wheel atomically; its bytes must have the wheel's hash. An intact wheel in the store is kept.
 
     Raises StoreError on a hash mismatch, OSError on a full disk; no partial file remains.
     """
-    root = root or store_root()
-    path = root / wheel.path
+    path = store_root() / wheel.path
     if path.is_file() and sha256_of(path) == wheel.sha256:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,12 +99,13 @@ def put(wheel: Wheel, blocks: Iterable[bytes], root: Path | None = None) -> Path
         partial.unlink(missing_ok=True)
         if not any(path.parent.iterdir()):
             path.parent.rmdir()
-    _write_sums(root)
+    _write_sums()
     return path
 
 
-def _write_sums(root: Path) -> None:
+def _write_sums() -> None:
     """Write SHA256SUMS over the store, for `sha256sum --check`; writers wait for each other."""
+    root = store_root()
     with FileLock(root / ".lock"):
-        lines = [f"{sha256}  {sha256}/{path.name}\n" for sha256, path in contents(root)]
+        lines = [f"{sha256}  {sha256}/{path.name}\n" for sha256, path in contents()]
         write_atomic(root / SUMS, "".join(lines))

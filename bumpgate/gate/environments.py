@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,4 +201,5 @@ def keep_locks(specs: Mapping[str, EnvSpec], out: Path) -> None:
     for name, spec in specs.items():
         (out / f"{name}.pylock.toml").unlink(missing_ok=True)
         if spec.lock:
-            shutil.copyfile(spec.lock, out / f"{name}.pylock.toml")
+            kept = redacted(spec.lock.read_text(encoding="utf-8"))
+            (out / f"{name}.pylock.toml").write_text(kept, encoding="utf-8")

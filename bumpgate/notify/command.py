@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from filelock import FileLock
 
-from bumpgate.core.errors import BumpgateError, loads, one_line
+from bumpgate.core.errors import BumpgateError, loads, one_fault
 from bumpgate.history.archive import Archive, default_store
 from bumpgate.notify import channels
 from bumpgate.notify.channels import Channel, ChannelError, Posted
@@ -100,15 +100,11 @@ def _prepare(archive: Archive, lane: str, bisect: Path | None, *, keep: bool) ->
 
 
 def _bisect(path: Path) -> dict[str, Any]:
-    try:
+    with one_fault(f"{path}: not a bisect.json that can be read"):
         raw = loads(path.read_text(encoding="utf-8"))
         answer(raw)
         answered(raw, ())
-    except OSError as error:
-        raise BumpgateError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BumpgateError(f"{path}: not a bisect.json ({one_line(error, 80)})") from None
-    return dict(raw)
+        return dict(raw)
 
 
 def _waiting(

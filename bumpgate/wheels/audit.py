@@ -90,34 +90,45 @@ class Audit:
         return self.faults[0].reason if self.faults else ""
 
 
-def audit(
-    path: Path,
-    package: str,
-    target: Target,
-    *,
-    sha256: str = "",
-    built_for: str = "",
-    smoke: Smoke | None = None,
-) -> Audit:
-    """Audit one wheel file of a package.
+@dataclass(frozen=True)
+class WheelFile:
+    """A wheel file of a package to audit.
 
-    sha256: the expected hash, if known. built_for: the torch that it was compiled against, if a reviewed source states
-    it. smoke: the cases that run it. Raises ToolError if binutils are missing.
+    sha256: the expected hash, "" if unknown.
+    built_for: the torch that it was compiled against, "" if no reviewed source states it.
     """
-    if fault := _file_fault(path, package, target, sha256):
-        return Audit(path, (fault,))
+
+    path: Path
+    package: str
+    sha256: str = ""
+    built_for: str = ""
+
+
+def audit(file: WheelFile, target: Target, smoke: Smoke | None = None) -> Audit:
+    """Audit one wheel file. Anything that goes wrong with it is a fault of the file: others are audited after it.
+
+    smoke: the cases that run it.
+    """
+    try:
+        with one_fault("cannot be audited"):
+            return _audit(file, target, smoke)
+    except BumpgateError as error:
+        return Audit(file.path, (Fault(file.package, "file", f"{file.path.name}: {error}"),))
+
+
+def _audit(file: WheelFile, target: Target, smoke: Smoke | None) -> Audit:
+    if fault := _file_fault(file, target):
+        return Audit(file.path, (fault,))
     with tempfile.TemporaryDirectory(prefix="bumpgate-wheel-") as folder:
         place = Path(folder)
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file.path) as archive:
             archive.extractall(place)
-        wheel = _distribution(place, path)
+        wheel = _distribution(place, file.path)
         faults = (*_binary_faults(wheel, target), *abi.audit(wheel, target.found))
-        return Audit(path, faults) if faults else _run(path, wheel, place, target, built_for, smoke)
+        return Audit(file.path, faults) if faults else _run(file, wheel, place, target, smoke)
 
 
-def _run(
-    path: Path, wheel: Distribution, place: Path, target: Target, built_for: str, smoke: Smoke | None
-) -> Audit:
+def _run(file: WheelFile, wheel: Distribution, place: Path, target: Target, smoke: Smoke | None) -> Audit:
     """Import the wheel and run its cases, in separate processes."""
     source = f"{place}{os.pathsep}{target.interpreter.root}"
     child = replace(target.interpreter, environment={**target.interpreter.environment, "PYTHONPATH": source})
@@ -125,13 +136,13 @@ def _run(
     try:
         child.prove("-c", IMPORT, *modules, did=modules, timeout=IMPORT_SECONDS)
     except ChildFault as fault:
-        return Audit(path, (Fault(wheel.name, "import", f"{path.name} does not import: {fault}"),))
+        return Audit(file.path, (Fault(wheel.name, "import", f"{file.path.name} does not import: {fault}"),))
     ran = smoke is not None and smoke.device in target.devices
     if smoke is not None and ran:
         faults = tuple(abi.run_cases({wheel.name: smoke}, child))
         if faults:
-            return Audit(path, faults)
-    compiled_for = built_for or str(label_of(wheel).torch or "")
+            return Audit(file.path, faults)
+    compiled_for = file.built_for or str(label_of(wheel).torch or "")
     torch = target.found.torch_version
     known = compiled_for and same_minor(compiled_for, torch)
     if wheel.extensions and not known and not ran:
@@ -140,20 +151,21 @@ def _run(
             if compiled_for
             else "does not state the torch that it was built for"
         )
-        reason = f"{path.name} {what}, and no device here can verify its results on {torch}"
-        return Audit(path, (Fault(wheel.name, "unproven", reason),))
+        reason = f"{file.path.name} {what}, and no device here can verify its results on {torch}"
+        return Audit(file.path, (Fault(wheel.name, "unproven", reason),))
     notes = () if wheel.extensions else ("no compiled extension: Python and Triton only",)
-    return Audit(path, (), (*notes, *(() if ran else ("not run over shapes of the model: no device here",))))
+    return Audit(
+        file.path, (), (*notes, *(() if ran else ("not run over shapes of the model: no device here",)))
+    )
 
 
-def _file_fault(path: Path, package: str, target: Target, sha256: str) -> Fault | None:
+def _file_fault(file: WheelFile, target: Target) -> Fault | None:
     """Return the first fault of the file itself: its bytes, its name, its list of contents, and its tags."""
-    name = canonicalize_name(package)
-    kind = "file"
+    path, name, kind = file.path, canonicalize_name(file.package), "file"
     try:
-        if sha256 and (found := sha256_of(path)) != sha256:
+        if file.sha256 and (found := sha256_of(path)) != file.sha256:
             kind = "hash"
-            raise BumpgateError(f"sha256 {found[:12]}..., expected {sha256[:12]}...")
+            raise BumpgateError(f"sha256 {found[:12]}..., expected {file.sha256[:12]}...")
         with one_fault("not a complete wheel"):
             claimed, version, _, tags = parse_wheel_filename(path.name)
             with zipfile.ZipFile(path) as archive:

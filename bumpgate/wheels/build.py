@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.errors import BumpgateError, one_line
+from bumpgate.core.errors import BumpgateError, one_fault, one_line
 from bumpgate.core.text import redacted
 from bumpgate.env.locks import SHA256
 from bumpgate.env.store import sha256_of
@@ -27,7 +27,7 @@ from bumpgate.env.versions import source_distributions
 from bumpgate.process.child import Interpreter, run_child
 from bumpgate.process.home import home
 from bumpgate.wheels import store
-from bumpgate.wheels.audit import Target, audit
+from bumpgate.wheels.audit import Target, WheelFile, audit
 from bumpgate.wheels.store import Build
 
 # Build requirements of a package in addition to torch.
@@ -110,7 +110,7 @@ def build_wheel(build: Build, target: Target, sdist: Path, limits: Limits, patch
         raise WheelBuildError(
             f"{build.package} {build.version}: {ended}: {_cause(log)} (log: {log}; {again})"
         )
-    audited = audit(wheels[0], build.package, target, built_for=build.torch)
+    audited = audit(WheelFile(wheels[0], build.package, built_for=build.torch), target)
     if audited.faults:
         raise WheelBuildError(
             f"{build.package} {build.version}: built, and refused: {audited.reason} (log: {log})"
@@ -215,11 +215,8 @@ def _unpacked(sdist: Path, place: Path, patch: Path | None, log: Path) -> Path:
     if not done.exists():
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
-        try:
-            with tarfile.open(sdist) as archive:
-                archive.extractall(place, **UNPACKING)
-        except (tarfile.TarError, OSError, EOFError) as error:
-            raise WheelBuildError(f"{sdist.name}: cannot be unpacked ({one_line(error, 100)})") from None
+        with one_fault(f"{sdist.name}: cannot be unpacked", WheelBuildError), tarfile.open(sdist) as archive:
+            archive.extractall(place, **UNPACKING)
     folders = [p for p in place.iterdir() if p.is_dir()]
     if len(folders) != 1:
         raise WheelBuildError(f"{sdist.name}: {len(folders)} folders (expected one)")
@@ -266,10 +263,7 @@ def download_sdist(build: Build, index: str | None = None) -> Path:
     place.mkdir(parents=True, exist_ok=True)
     partial = place / f".{os.getpid()}.partial"
     try:
-        with (
-            requests.get(files[0].url, stream=True, **http_options()) as answer,
-            partial.open("wb") as f,
-        ):
+        with requests.get(files[0].url, stream=True, **http_options()) as answer, partial.open("wb") as f:
             answer.raise_for_status()
             for block in answer.iter_content(1 << 20):
                 f.write(block)

@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.utils import parse_wheel_filename
 
 from bumpgate.core.baseline import find_root
-from bumpgate.core.errors import BumpgateError
+from bumpgate.core.errors import BumpgateError, check_number
 from bumpgate.env.build import build
 from bumpgate.env.lane import LaneContext, smoke_tests
 from bumpgate.env.packages import history
 from bumpgate.env.store import sha256_of
 from bumpgate.wheels import store
-from bumpgate.wheels.audit import Target
+from bumpgate.wheels.audit import Target, WheelFile, audit
 from bumpgate.wheels.build import Limits, WheelBuildError, build_wheel, download_sdist
-from bumpgate.wheels.plan import WheelFile, audited, build_of, make_target, plan
+from bumpgate.wheels.plan import build_of, make_target, plan
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 
@@ -90,7 +90,7 @@ def audit_command(
     for path in wheels:
         built_for = known.get(sha256_of(path), "")
         package = _package(path)
-        found = audited(WheelFile(path, built_for=built_for), package, target, smoke.get(package))
+        found = audit(WheelFile(path, package, built_for=built_for), target, smoke.get(package))
         refused = refused or bool(found.faults)
         typer.echo(f"{path.name}: {'refused' if found.faults else 'passes'} on {_title(target)}")
         for line in (*(f"{fault.kind}: {fault.reason}" for fault in found.faults), *found.notes):
@@ -101,7 +101,7 @@ def audit_command(
 def _package(path: Path) -> str:
     try:
         return str(parse_wheel_filename(path.name)[0])
-    except InvalidWheelFilename:
+    except ValueError:
         return path.name.split("-")[0]
 
 
@@ -117,8 +117,8 @@ def build_command(
         Path | None, typer.Option(help="The source archive of --package, instead of the index's.")
     ] = None,
     jobs: Annotated[int, typer.Option(help="Compiler processes at once.", min=1)] = 2,
-    hours: Annotated[float, typer.Option(help="Wall time for each package.", min=0.0)] = 4.0,
-    memory: Annotated[float, typer.Option(help="GiB of each compiler process; 0 for no limit.", min=0)] = 0.0,
+    hours: Annotated[float, typer.Option(help="Wall time for each package.")] = 4.0,
+    memory: Annotated[float, typer.Option(help="GiB of each compiler process; 0 for no limit.")] = 0.0,
 ) -> None:
     """Compile kernel wheels from their sdists against a torch, into the kernel store. No GPU is needed.
 
@@ -126,6 +126,8 @@ def build_command(
 
     Exit codes: 0 done, 1 a package could not be built, 4 bad input, 125 an environment could not be built.
     """
+    check_number("--hours", hours, 1000)
+    check_number("--memory", memory, 1e6)
     context = LaneContext(find_root(Path.cwd()), lane)
     (target,) = targets(context, [torch] if torch else [], python, None)
     wheels = {wheel.name: wheel for wheel in context.packages.known_wheels}

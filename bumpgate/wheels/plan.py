@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
-from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.utils import parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from bumpgate.core.errors import BumpgateError, one_fault
+from bumpgate.core.errors import BumpgateError
 from bumpgate.doctor import abi
 from bumpgate.doctor.checks import driver_version
 from bumpgate.env import store as wheel_store
 from bumpgate.env.inventory import take
 from bumpgate.env.lane import LaneContext
 from bumpgate.env.links import Offer, offers
-from bumpgate.env.packages import KernelWheel, Smoke, satisfies
+from bumpgate.env.packages import KernelWheel, satisfies
 from bumpgate.env.store import sha256_of
 from bumpgate.process.child import Interpreter
 from bumpgate.process.runner import child_environment
 from bumpgate.wheels import store
-from bumpgate.wheels.audit import Audit, Target, audit
+from bumpgate.wheels.audit import Target, WheelFile, audit
 from bumpgate.wheels.store import Build
 
 REUSE, BUILD, ABSENT = "reuse", "build", "absent"
@@ -39,15 +39,6 @@ class Choice:
     reason: str
     wheel: Path | None = None
     refused: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class WheelFile:
-    """A wheel file to audit. sha256: the expected hash; built_for: its torch; "" if not stated."""
-
-    path: Path
-    sha256: str = ""
-    built_for: str = ""
 
 
 def make_target(lane: LaneContext, python: Path) -> Target:
@@ -74,7 +65,7 @@ def _choose(lane: LaneContext, wheel: KernelWheel, target: Target, offered: Sequ
     refused: dict[str, None] = {}
     smoke = wheel.smoke
     for file in _wheel_files(lane, wheel, target, offered):
-        found = audited(file, wheel.name, target, smoke)
+        found = audit(file, target, smoke)
         if not found.faults:
             ran = "run over shapes of the model" if smoke and smoke.device in target.devices else ""
             reason = "; ".join([f"{file.path.name} passes its audit", *filter(None, (ran, *found.notes))])
@@ -86,17 +77,6 @@ def _choose(lane: LaneContext, wheel: KernelWheel, target: Target, offered: Sequ
         return Choice(wheel.name, wheel.version, BUILD, made, refused=tuple(refused))
     why = next(iter(refused), f"no wheel of {wheel.name} {wheel.version} was found")
     return Choice(wheel.name, wheel.version, ABSENT, why, refused=tuple(refused))
-
-
-def audited(file: WheelFile, package: str, target: Target, smoke: Smoke | None) -> Audit:
-    """Audit one wheel file. Anything that goes wrong with it is a fault of the file: others are audited after it."""
-    try:
-        with one_fault("cannot be audited"):
-            return audit(
-                file.path, package, target, sha256=file.sha256, built_for=file.built_for, smoke=smoke
-            )
-    except BumpgateError as error:
-        return Audit(file.path, (abi.Fault(package, "file", f"{file.path.name}: {error}"),))
 
 
 def build_of(lane: LaneContext, wheel: KernelWheel, target: Target) -> Build:
@@ -121,20 +101,20 @@ def _wheel_files(
 ) -> Iterator[WheelFile]:
     """Yield the kernel store's wheel for this target, then the adopted one, then those of the folders and pages."""
     if stored := store.find(build_of(lane, wheel, target)):
-        yield WheelFile(stored, built_for=target.found.torch_version)
+        yield WheelFile(stored, wheel.name, built_for=target.found.torch_version)
     packages = lane.lock.packages if lane.lock else ()
     locked = [p for p in packages if p.name == wheel.name and _is_version(p.version, wheel)]
     adopted = {w.file: w for package in locked for w in package.wheels}
     for each in adopted.values():
         if path := wheel_store.find(each):
-            yield WheelFile(path, each.sha256, wheel.torch)
+            yield WheelFile(path, wheel.name, each.sha256, wheel.torch)
     for offer in (offer for offer in offered if _is_of(offer, wheel)):
         path = offer.path()
         # The adopted torch uses the adopted file; another torch has a different one, possibly of the same name.
         own = adopted.get(path.name) if satisfies(wheel.torch, _pin(target.found.torch_version)) else None
         expected = own.sha256 if own else offer.sha256
         known = wheel.sha256 and sha256_of(path) == wheel.sha256
-        yield WheelFile(path, expected, wheel.torch if known else "")
+        yield WheelFile(path, wheel.name, expected, wheel.torch if known else "")
 
 
 def _pin(version: str) -> SpecifierSet:
@@ -145,7 +125,7 @@ def _is_of(offer: Offer, wheel: KernelWheel) -> bool:
     """Return whether a file is of a package and version, with any label; also one whose name is not a wheel's."""
     try:
         name, version, *_ = parse_wheel_filename(offer.file)
-    except InvalidWheelFilename:
+    except ValueError:
         return offer.file.lower().replace("-", "_").startswith(wheel.name.replace("-", "_"))
     return name == wheel.name and _is_version(str(version), wheel)
 

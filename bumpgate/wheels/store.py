@@ -54,9 +54,9 @@ def kernel_store() -> Path:
     return Path(chosen).expanduser() if chosen else home() / "kernels"
 
 
-def find(build: Build, root: Path | None = None) -> Path | None:
-    """Return the wheel of a build in a local store; None if it has none. Raises StoreError on a hash mismatch."""
-    folder = (root or kernel_store()) / build.package / build.key
+def find(build: Build) -> Path | None:
+    """Return the wheel of a build in the kernel store; None if it has none. Raises StoreError on a hash mismatch."""
+    folder = kernel_store() / build.package / build.key
     note = folder / NOTE
     if not note.is_file():
         return None
@@ -73,9 +73,9 @@ def find(build: Build, root: Path | None = None) -> Path | None:
     return path
 
 
-def put(build: Build, wheel: Path, root: Path | None = None) -> Path:
+def put(build: Build, wheel: Path) -> Path:
     """Store a wheel, its note last: a wheel without one does not count."""
-    folder = (root or kernel_store()) / build.package / build.key
+    folder = kernel_store() / build.package / build.key
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / wheel.name
     write_atomic(path, wheel.read_bytes())

@@ -423,8 +423,12 @@ def test_bad_doctor_input_is_one_line_and_exit_4(
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("launch/contract.toml", "schema = ", "contract.toml: not TOML"),
-        ("launch/contract.toml", "schema = 1", "contract.toml: 'caches' is missing or misshapen"),
+        ("launch/contract.toml", "schema = ", "contract.toml: not the contract (Invalid value"),
+        (
+            "launch/contract.toml",
+            "schema = 1",
+            "contract.toml: not the contract (caches is missing); restore it",
+        ),
         (LANE, "wheel = 2", "lanes/cpu/lane.toml: unknown field 'wheel'"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from bumpgate.doctor import abi, checks
 from bumpgate.doctor.examination import Check, Defect, NotRun, Part, Status
 
-BAD, OLD = Defect("bad", "it is bad", "fix it"), Defect("old", "it is old", "renew it", warning=True)
+BAD, OLD = Defect("it is bad", "fix it"), Defect("it is old", "renew it", "old", warning=True)
 
 
 def results(*yielded: Defect | NotRun | str) -> list[tuple[str, Status, str]]:
@@ -27,9 +27,9 @@ def results(*yielded: Defect | NotRun | str) -> list[tuple[str, Status, str]]:
 def test_defects_after_another_result_are_reported(first: str | NotRun) -> None:
     found = results(first, BAD, OLD, BAD)
     assert found[-3:] == [
-        ("bad", Status.DEFECT, "it is bad"),
+        ("own", Status.DEFECT, "it is bad"),
         ("old", Status.WARNING, "it is old"),
-        ("bad", Status.DEFECT, "it is bad"),
+        ("own", Status.DEFECT, "it is bad"),
     ]
     assert found[:-3] == ([] if isinstance(first, str) else [("own", Status.NOT_RUN, "no compiler")])
 

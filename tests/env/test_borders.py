@@ -137,18 +137,19 @@ def read_as_page(folder: Path, text: str) -> None:
     versions.versions("torch", index=str(folder), pre=True)
 
 
+def read_as_note(folder: Path, text: str) -> None:
+    write(folder / "fast" / BUILD.key / store.NOTE, text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BUMPGATE_KERNELS", str(folder))
+        store.find(BUILD)
+
+
 READERS: dict[str, tuple[str, Callable[[Path, str], object]]] = {
     "lock": (LOCK, read_as_lock),
     "lane": ((ROOT / "lanes/h200/lane.toml").read_text(), read_as_lane),
     "mirror.json": (json.dumps(NIGHTS), read_as_list),
     "index page": (PAGE, read_as_page),
-    "wheel.json": (
-        json.dumps(NOTE),
-        lambda folder, text: (
-            write(folder / "fast" / BUILD.key / store.NOTE, text),
-            store.find(BUILD, folder),
-        ),
-    ),
+    "wheel.json": (json.dumps(NOTE), read_as_note),
     "environment": (
         json.dumps({"name": "a", "packages": {"torch": "1"}}),
         lambda folder, text: (write(folder / "k" / cached.NOTE, text), cached.installed_versions(folder)),
@@ -235,7 +236,7 @@ def damaged(data: bytes) -> bytes:
 
 
 def unzipped(path: Path) -> str:
-    fault = audit._file_fault(path, "fast", TARGET, "")
+    fault = audit._file_fault(audit.WheelFile(path, "fast"), TARGET)
     for read in (inventory.content_of, inventory.version_of):
         read(path)
     assert "\n" not in fault_of(lambda: list(mirror._pins(path, frozenset(), "3.11")))
@@ -303,9 +304,9 @@ def test_other_names_of_a_lock_are_checked(field: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["mirror", "--keep", "1", "--limit", "inf"], "--limit inf: must be a number of GB"),
-        (["mirror", "--keep", "1", "--limit", "nan"], "--limit nan: must be a number of GB"),
-        (["mirror", "--keep", "1", "--limit", "1e300"], "--limit 1e+300: must be a number of GB"),
+        (["mirror", "--keep", "1", "--limit", "inf"], "--limit inf: must be a number from 0 to 1e+06"),
+        (["mirror", "--keep", "1", "--limit", "nan"], "--limit nan: must be a number from 0 to 1e+06"),
+        (["mirror", "--keep", "1", "--limit", "1e300"], "--limit 1e+300: must be a number from 0 to 1e+06"),
         (["mirror", "--keep", "1", "--url", "http://[::1/x.whl"], "not the URL of a wheel"),
         (["versions", "torch", "--index", "file:///etc"], "no such index folder"),
         (["versions", "a b", "--index", "file:///etc"], "no such index folder"),

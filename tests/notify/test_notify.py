@@ -109,7 +109,7 @@ def test_storm_over_many_modules_is_one_message_per_bump(
         archive.add(storm(tmp_path, day, 20))
         assert notify("--apprise") == 0
     (during,) = services.texts
-    assert "cpu, interpreter: many causes at once on 2026-11-02T02:00" in during
+    assert "cpu, torch: many causes at once on 2026-11-02T02:00" in during
     assert "moved: torch 2.14.0 -> 2.15.0" in during
 
 
@@ -284,7 +284,11 @@ def test_bisect_result_is_added_to_the_issue_and_kept(
             {"BUMPGATE_APPRISE_URLS": "nonsense://SECRET"},
             "URL 1 of BUMPGATE_APPRISE_URLS is not",
         ),
-        (("--apprise", "--bisect", "/nowhere"), {}, "/nowhere: cannot be read (No such file or directory)"),
+        (
+            ("--apprise", "--bisect", "/nowhere"),
+            {},
+            "/nowhere: not a bisect.json that can be read (No such file or directory)",
+        ),
     ],
 )
 def test_notify_bad_input_prints_one_line(

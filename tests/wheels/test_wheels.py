@@ -236,8 +236,9 @@ BUILD = store.Build("fast", "1.0", "a" * 64, "2.13.0", "b" * 40, "13.0", 90, "3.
 
 
 @pytest.fixture
-def stored(built: dict[str, bytes], tmp_path: Path) -> Path:
-    return store.put(BUILD, wheel(tmp_path, built["right"]), tmp_path / "there")
+def stored(built: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BUMPGATE_KERNELS", str(tmp_path / "there"))
+    return store.put(BUILD, wheel(tmp_path, built["right"]))
 
 
 @pytest.mark.parametrize(
@@ -256,13 +257,12 @@ def test_build_key_covers_what_determines_the_binary(changed: dict[str, object])
     assert replace(BUILD, torch="2.13.0+cu130").key == BUILD.key
 
 
-def test_stored_wheel_is_found_by_its_key_and_verified(stored: Path, tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    assert store.find(BUILD, there) == stored
-    assert store.find(replace(BUILD, python="3.11"), there) is None
+def test_stored_wheel_is_found_by_its_key_and_verified(stored: Path) -> None:
+    assert store.find(BUILD) == stored
+    assert store.find(replace(BUILD, python="3.11")) is None
     stored.write_bytes(b"other bytes")
     with pytest.raises(StoreError, match="does not match its wheel"):
-        store.find(BUILD, there)
+        store.find(BUILD)
     note = stored.parent / store.NOTE
     for text, words in (
         ("[", "not a note"),
@@ -270,7 +270,7 @@ def test_stored_wheel_is_found_by_its_key_and_verified(stored: Path, tmp_path: P
     ):
         note.write_text(text)
         with pytest.raises(StoreError, match=words):
-            store.find(BUILD, there)
+            store.find(BUILD)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
