@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
 from rich.console import Console
 from rich.status import Status
 
@@ -61,12 +62,8 @@ class Watcher:
         self.seconds += reading.seconds
         self.last = result.reason
         self._left = left
-        outcome = (
-            f"[{STYLE[result.outcome]}]{result.outcome.value:7}[/]"
-            if self._status
-            else f"{result.outcome.value:7}"
-        )
-        self.console.print(outcome, end=" ", highlight=False, markup=bool(self._status))
+        style = STYLE[result.outcome] if self._status else None
+        self.console.print(f"{result.outcome.value:7}", end=" ", style=style, highlight=False)
         where = f" on {reading.host}" if reading.host else ""
         text = f"{name} in {reading.seconds:.1f} s{where}: {result.reason}{f'; {left}' if left else ''}"
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -149,27 +146,19 @@ def _pinned(cause: Iterable[PackageChange], *environments: Environment) -> set[s
     return wheel_metadata.pinned([change.name for change in cause], *environments)
 
 
-def _links(first: Environment, last: Environment, packages: list[str]) -> list[str]:
-    links = [(name, wheel_metadata.compare_link(first, last, name)) for name in packages]
-    return [
-        f"{link}{' (commits of the nightly branch: their messages name those of main)' if nightly else ''}"
-        for name, link in links
-        if link
-        for nightly in [wheel_metadata.is_nightly(last.packages.get(name)) and not _of_main(last, name)]
-    ]
-
-
-def _of_main(environment: Environment, package: str) -> bool:
-    """Return whether the version holds a commit of main itself, as in a build by commit."""
-    return "+git" in environment.packages.get(package, "")
+def _links(first: Environment, last: Environment, packages: list[str]) -> Iterator[str]:
+    for name in packages:
+        if link := wheel_metadata.compare_link(first, last, name):
+            version = last.packages.get(name, "0")
+            # A build by commit names a commit of main itself.
+            nightly = Version(version).is_devrelease and "+git" not in version
+            yield link + " (commits of the nightly branch: their messages name those of main)" * nightly
 
 
 def text(found: Answer) -> str:
     """Format the answer, without the package at fault, which closing_text adds."""
     span, result = found.range, found.result
     fix = found.plan.find_fix
-    if not result.found:
-        return f"no answer: {result.failure}"
     name = span.versions[result.suspects[-1]]
     new, old = ("first good", "last bad") if fix else ("first bad", "last good")
     lines = [f"{new:11} {span.package} {span.label(name)}"]

@@ -84,11 +84,6 @@ def compare_link(old: Environment, new: Environment, package: str) -> str:
     return f"{where}/compare/{commits[0]}...{commits[1]}"
 
 
-def is_nightly(version: str | None) -> bool:
-    """Return whether a version is a nightly: its commit is on the nightly branch, and its message names main's."""
-    return version is not None and Version(version).is_devrelease
-
-
 def _requirements(environment: Environment, package: str, extras: frozenset[str]) -> Iterator[Requirement]:
     """Yield the requirements of a package with these extras, on this platform."""
     found = _metadata(environment, package)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date, timedelta
 from itertools import groupby, pairwise
@@ -196,8 +196,9 @@ def hosts(found: Sequence[Series]) -> list[tuple[str, str, list[NightReading]]]:
 def strip(nights: Sequence[NightReading], length: int) -> str:
     """Return one mark per night, as SVG: green or red; a gap for nights without a reading."""
     paths = {False: "", True: ""}
-    for (red, _), group in groupby(nights_and_gaps(nights), key=lambda pair: (pair[0].red, pair[1])):
-        days = [night.day for night, _ in group]
+    # The day of a night less its number grows after every gap.
+    for (red, _), group in groupby(enumerate(nights), key=lambda pair: (pair[1].red, pair[1].day - pair[0])):
+        days = [night.day for _, night in group]
         paths[red] += f"M{days[0]} 4h{days[-1] - days[0] + 1}"
     shapes = "".join(f'<path class="{"r" if red else "g"}" d="{d}"/>' for red, d in paths.items() if d)
     red = sum(night.red for night in nights)
@@ -206,12 +207,6 @@ def strip(nights: Sequence[NightReading], length: int) -> str:
         f'<svg class="strip" role="img" aria-label="{title}" viewBox="0 0 {length} 8" '
         f'preserveAspectRatio="none"><title>{title}</title>{shapes}</svg>'
     )
-
-
-def nights_and_gaps(nights: Sequence[NightReading]) -> Iterator[tuple[NightReading, int]]:
-    """Yield each night with a number that grows after every gap."""
-    for i, night in enumerate(nights):
-        yield night, night.day - i
 
 
 def spans(one: Series, start: date) -> list[Span]:

@@ -55,7 +55,7 @@ def link_command(
         raise FindingError(
             f"{redacted(issue)!r} is not the URL of an issue such as https://github.com/pytorch/pytorch/issues/1"
         )
-    typer.echo(known_findings.line(Archive(store or default_store()).mark(key, issue=issue or None)))
+    _mark(key, store, issue=issue or None)
 
 
 @app.command("owner")
@@ -70,4 +70,8 @@ def owner_command(
     """
     if owner and (not owner.strip() or not owner.isprintable()):
         raise FindingError(f"{owner!r} is not a name: use printable characters on one line")
-    typer.echo(known_findings.line(Archive(store or default_store()).mark(key, owner=owner.strip() or None)))
+    _mark(key, store, owner=owner.strip() or None)
+
+
+def _mark(key: str, store: str, **values: str | None) -> None:
+    typer.echo(known_findings.line(Archive(store or default_store()).mark(key, **values)))

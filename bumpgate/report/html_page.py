@@ -8,7 +8,6 @@ import io
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,12 @@ TEMPLATES = Path(__file__).with_name("templates")
 DASHES = ("-", "--", ":", "-.")
 
 
-@dataclass(frozen=True)
-class Plot:
-    """The curves of one row. svg: matplotlib's markup, which a template inserts unescaped."""
-
-    row: str
-    svg: str
-
-
 def html_page(shown: Page) -> str:
     """Return the report as one self-contained file: no external script, style, font or picture."""
     suspects = [row for finding in shown.findings for row in finding.rows]
     changed, more = diffs.of_records(*shown.records, suspects)
-    plots = [Plot(row, curves(row, unit, series)) for row, (unit, series) in _series(shown).items()]
+    # A template inserts the svg, which is matplotlib's markup, unescaped.
+    plots = [{"row": row, "svg": curves(row, *drawn)} for row, drawn in _series(shown).items()]
     return fill("report.html.j2", page=shown, plots=plots, diffs=changed, more_diffs=more, isnan=math.isnan)
 
 

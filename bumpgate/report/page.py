@@ -258,14 +258,11 @@ def _row(id: str, j: Judgement | None, record: Record | None, **shown: Any) -> R
     """Return a line with what a judgement states of its row; `shown` is the rest."""
     if j is None:
         return RowView(**{"id": id, "unit": "ratio", **shown})
-    row = j.row
     stated = {
-        "unit": row.unit,
-        "rule": sentence(record, row.rule),
-        "test": row.test,
-        "evidence": row.evidence,
-    }
-    stated |= {
+        "unit": j.row.unit,
+        "rule": sentence(record, j.row.rule),
+        "test": j.row.test,
+        "evidence": j.row.evidence,
         "reviewed": "" if j.reviewed is None else show(j.reviewed),
         "limit": j.limit,
         "place": places(j),

@@ -92,17 +92,6 @@ def test_mixtures_are_read_again_under_the_stated_noise(run: Run, make: Make, tm
     assert probes["0.1"][0] > probes["0.1"][1] == 4
 
 
-def test_triton_at_fault_is_separated_from_torch(run: Run, make: Make, tmp_path: Path) -> None:
-    for week, broken in ((1, False), (2, True)):
-        make(f"e{week}", torch_fault=False, triton_fault=broken, torch=f"2.{week}.0", triton=f"3.{week}.0")
-    make("mixed", torch_fault=False, torch="2.2.0", triton="3.1.0")
-    make("other", torch_fault=False, triton_fault=True, torch="2.1.0", triton="3.2.0")
-    ran = run("--good", "2.1.0", "--bad", "2.2.0")
-    assert ran.code == 0, ran.err
-    assert [change["name"] for change in found(tmp_path)["at_fault"]] == ["triton"]
-    assert "at fault    triton 3.1.0 -> 3.2.0, not torch" in ran.out
-
-
 def test_missing_mixture_is_not_separable(run: Run, make: Make, tmp_path: Path) -> None:
     for week, broken in ((1, False), (2, True)):
         make(f"e{week}", torch_fault=broken, torch=f"2.{week}.0", triton=f"3.{week}.0")
@@ -111,13 +100,6 @@ def test_missing_mixture_is_not_separable(run: Run, make: Make, tmp_path: Path) 
     assert ran.code == 0, ran.err
     assert not found(tmp_path)["attribution"]["separable"]
     assert "not separable, 1 mixtures could not be run" in ran.out
-
-
-def test_packages_that_always_move_together_are_blamed_together(run: Run, make: Make, tmp_path: Path) -> None:
-    for week, broken in ((1, False), (2, True)):
-        make(f"e{week}", torch_fault=broken, torch=f"2.{week}.0", triton=f"3.{week}.0")
-    ran = run("--good", "2.1.0", "--bad", "2.2.0")
-    assert [change["name"] for change in found(tmp_path)["at_fault"]] == ["torch", "triton"], ran.out
 
 
 def test_bisect_of_prepared_environments_resumes(run: Run, make: Make, tmp_path: Path) -> None:
