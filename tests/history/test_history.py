@@ -370,6 +370,12 @@ def test_invalid_store_is_reported_and_left_unchanged(
         ((ROW, "b/c/d"), "history shows one row, got 2"),
         ((ROW, "--store", "nonsense"), "--store 'nonsense': not a database URL"),
         (
+            (ROW, "--store", "postgresql://u:p@h:port/x"),
+            "--store 'postgresql://h:port/x': not a database URL",
+        ),
+        ((ROW, "--days", "99999999999"), "Invalid value for '--days'"),
+        (("add", "/"), "/: cannot be read (Is a directory)"),
+        (
             (ROW, "--store", "oracle+nothing://u:secret@h/x"),
             "oracle+nothing://h/x: its database driver is not installed",
         ),

@@ -160,6 +160,8 @@ def test_bad_dashboard_input_is_one_line(
     add_record(tmp_path, 1, 1)
     assert "no reading on lane h200 of the last 365 days in " in error_line("--lane", "h200")
     assert "--store 'nonsense': not a database URL" in error_line("--store", "nonsense")
+    for days in ("0", "800000", "99999999999"):
+        assert "Invalid value for '--days'" in error_line("--days", days)
     site = tmp_path / "site"
     site.write_text("")
     assert error_line().endswith("site: not a folder")

@@ -221,6 +221,24 @@ def test_report_bad_input_prints_one_line_and_exits_4(
     assert sorted(p.name for p in tmp_path.iterdir()) == (["gate.json"] if content else [])
 
 
+@pytest.mark.parametrize("option", ["--html", "--junit", "--markdown"])
+@pytest.mark.parametrize(
+    ("place", "words"), [("/", "/: a folder: name a file"), ("none/x", "No such file or directory")]
+)
+def test_report_that_cannot_be_written_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    place: str,
+    words: str,
+) -> None:
+    target = place if place == "/" else str(tmp_path / place)
+    assert bumpgate(monkeypatch, "report", str(held(tmp_path)), option, target) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
 def test_report_without_matplotlib_prints_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -328,15 +328,7 @@ OPTIONS = {
         (),
         "not reviewed (1): CHANGED release/facts/category; name each with --reviewed ROW",
     ),
-    "another row": (
-        ("--reviewed", "a/b/c", "--reason", "x"),
-        "'a/b/c': no finding that holds this gate has such a row",
-    ),
     "no reason": (("--reviewed", "release/*/category"), "1 --reviewed and 0 --reason"),
-    "empty reason": (
-        ("--reviewed", "release/*/category", "--reason", " "),
-        "--reason must be one line of text",
-    ),
     "reason alone": (("--reason", "x"), "--reason requires --reviewed"),
     "candidate": (
         ("--candidate", "torch==9.11.0"),
