@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bumpgate.core.baseline import Baseline, Reviewed, judge
-from bumpgate.core.findings import PEER
+from bumpgate.core.findings import PEER, Decision, Finding
 from bumpgate.core.gate_file import Paired
 from bumpgate.core.hosts import on_this_host
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
@@ -59,7 +59,7 @@ def test_ratio_to_a_faster_peer_moves(label: str, expected: tuple[float, list[st
     row = Row(ratio, 1.5, "ratio", 3, "C37", better="lower", test=TEST, own="kernels/a/milliseconds")
     old = replace(OLD, rows={ratio: Reviewed(1.0, "ratio", "lower", 0.1, test=TEST)})
     record = Record({"lane": "cpu", "torch": "2.14.0"}, (judge(row, old, failed_instruments={}),))
-    finding = SimpleNamespace(label=label, rows=(ratio,))
+    finding = Finding(Decision.ADOPT if label == PEER else Decision.HOLD, label, "", "", (ratio,))
     sides = {name: SimpleNamespace(record=record) for name in ("adopted", "candidate")}
     gate: Any = SimpleNamespace(**sides, timed={}, findings=[finding])
     new, _, left = moved_baseline(gate, old, ())
@@ -127,6 +127,12 @@ def test_time_of_another_host_moves(value: float) -> None:
     assert ([change.why for change in changes], left) == (["other host"], [])
 
 
+def of_candidate(record: Record, timed: dict[str, Paired] | None = None) -> Any:
+    """Return a gate whose adopted side left no record."""
+    sides = {"adopted": SimpleNamespace(record=None), "candidate": SimpleNamespace(record=record)}
+    return SimpleNamespace(**sides, timed=timed or {}, findings=())
+
+
 def unreported(reason: str, *, gone: bool) -> Judgement:
     row = Row(ID, None, "s", 0, "", better="lower", test=TEST)
     return Judgement(row, Verdict.MISSING, reason, gone=gone)
@@ -136,9 +142,7 @@ def unreported(reason: str, *, gone: bool) -> Judgement:
 @pytest.mark.parametrize("old", [OLD, Baseline("cpu", {}, {})])
 def test_row_of_a_failed_test_cannot_be_reviewed_away(old: Baseline) -> None:
     record = Record({"lane": "cpu"}, (unreported(f"not reported by {TEST}: no torch.x", gone=False),))
-    gate: Any = SimpleNamespace(
-        adopted=SimpleNamespace(record=None), candidate=SimpleNamespace(record=record), timed={}
-    )
+    gate = of_candidate(record)
     with pytest.raises(AdoptionError) as caught:
         moved_baseline(gate, old, [ID])
     assert str(caught.value) == (
@@ -150,9 +154,7 @@ def test_row_of_a_failed_test_cannot_be_reviewed_away(old: Baseline) -> None:
 
 def test_row_that_its_test_reports_no_more_is_dropped() -> None:
     record = Record({"lane": "cpu"}, (unreported(f"{TEST} no longer reports it", gone=True),))
-    gate: Any = SimpleNamespace(
-        adopted=SimpleNamespace(record=None), candidate=SimpleNamespace(record=record), timed={}
-    )
+    gate = of_candidate(record)
     baseline, changes, left = moved_baseline(gate, OLD, [ID])
     assert (baseline.rows, [c.why for c in changes], left) == ({}, ["reviewed: not measured any more"], [])
 
@@ -161,9 +163,7 @@ def test_reviewed_row_without_a_reviewed_value_stays_paired() -> None:
     """Sessions alone judge such a row: a value in the baseline would bound it with a tolerance of 0."""
     row = Row("throughput/start/seconds", 1.6, "s", 1, "C18", better="lower", test="t.py::test", paired=True)
     record = Record({"lane": "cpu"}, (Judgement(row, Verdict.PASS, ""),))
-    gate: Any = SimpleNamespace(
-        adopted=SimpleNamespace(record=None), candidate=SimpleNamespace(record=record), timed={}
-    )
+    gate = of_candidate(record)
     baseline, changes, left = moved_baseline(gate, Baseline("cpu", {}, {}), [row.id])
     assert (baseline.rows, changes, left) == ({}, [], [])
 
@@ -183,9 +183,7 @@ def test_reading_that_the_sessions_refuted_is_not_adopted() -> None:
     )
     record = Record({"lane": "cpu"}, (Judgement(row, Verdict.REGRESSION, "", tolerance=0.5),))
     same = Paired("SAME", 1.0, (0.99, 1.01), 12)
-    gate: Any = SimpleNamespace(
-        adopted=SimpleNamespace(record=None), candidate=SimpleNamespace(record=record), timed={row.id: same}
-    )
+    gate = of_candidate(record, {row.id: same})
     baseline, changes, left = moved_baseline(gate, Baseline("cpu", {}, {row.id: was}), [])
     assert (baseline.rows[row.id].value, changes, left) == (76.0, [], [])
 
