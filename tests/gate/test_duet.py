@@ -20,7 +20,7 @@ from bumpgate.gate.timed import reading
 from bumpgate.plugin.duet import Duet, _move
 from bumpgate.plugin.rows import InfraError
 from bumpgate.process.runner import LaneCall
-from tests.support.project import PLUGINS, REPO, Project
+from tests.support.project import PLUGINS, Project
 
 TEST = "suites/throughput/test_work.py::test_work[cpu]"
 # SLOWER lengthens the work of one side; the machine is never quiet enough for a suite running in parallel.
@@ -61,7 +61,6 @@ needs_two_cores = pytest.mark.skipif(not shares(), reason="a duet needs two core
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
     made = Project(tmp_path)
-    (tmp_path / "suites/conftest.py").symlink_to(REPO / "suites/conftest.py")
     made.tests(WORK, "suites/throughput/test_work.py")
     return made
 
