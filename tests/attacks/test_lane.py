@@ -60,6 +60,13 @@ HOOKS = {
         def pytest_pyfunc_call():
             return True
     """,
+    "failures reported as passes": """
+        @pytest.hookimpl(wrapper=True, tryfirst=True)
+        def pytest_runtest_makereport():
+            report = yield
+            report.outcome = "passed"
+            return report
+    """,
     "exit status of the session": """
         @pytest.hookimpl(wrapper=True, tryfirst=True)
         def pytest_sessionfinish(session):
@@ -87,6 +94,29 @@ HOOKS = {
         @pytest.fixture(autouse=True)
         def ended():
             os._exit(0)
+    """,
+    "sys.exit while conftest is loaded": "raise SystemExit(0)",
+    "os._exit while conftest is loaded": "os._exit(0)",
+    "exit of the C library in a test": """
+        @pytest.fixture(autouse=True)
+        def ended():
+            import ctypes
+            ctypes.CDLL(None).exit(0)
+    """,
+    "_exit of the C library in a test": """
+        @pytest.fixture(autouse=True)
+        def ended():
+            import ctypes
+            ctypes.CDLL(None)._exit(0)
+    """,
+    "another program in a test": """
+        @pytest.fixture(autouse=True)
+        def ended():
+            os.execv("/bin/true", ["true"])
+    """,
+    "os._exit at the end of Python": """
+        import atexit
+        atexit.register(os._exit, 0)
     """,
 }
 # Name -> options.
