@@ -35,7 +35,7 @@ from bumpgate.logs import (
 from bumpgate.logs.families import FAMILIES as FAMILIES_FILE
 from bumpgate.logs.families import ZERO, compile_pattern, load_issues
 from bumpgate.logs.reader import LINE, MEMO, Reader, pieces
-from bumpgate.logs.report import compare, issues_table
+from bumpgate.logs.report import Event, LogFinding, Report, compare, issues_table
 from launch import contract
 from model import preset
 from suites.support.child import ROOT
@@ -604,6 +604,22 @@ def test_values_that_may_be_infinite_do_not_alert(line: str) -> None:
 
 
 @planted("C26", "a failure of one rank, reported by the others and the launcher before it")
+def test_what_other_ranks_print_is_never_the_first_cause() -> None:
+    """Also if its clock is ahead, or its line comes first."""
+    families = load_families()
+    follower, cause = (
+        next(f for f in families if f.follows is follows and f.action == "alert") for follows in (True, False)
+    )
+
+    def found(family: Family, line: int, second: int) -> LogFinding:
+        return LogFinding(
+            family, {0: 1}, Event(line, 0, f"2026-11-21 06:00:0{second}", "E", "", "text"), True
+        )
+
+    report = Report(9, (found(follower, 1, 1), found(cause, 5, 9)), {})
+    assert [f.family.name for f in report.alerts] == [cause.name, follower.name]
+
+
 def test_first_cause_is_the_failure_and_not_its_consequences() -> None:
     lines = [
         "[rank0]:[E102 03:04:09.000000000 ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught collective operation "
