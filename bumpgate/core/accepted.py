@@ -17,7 +17,7 @@ from typing import Any
 from bumpgate.core import lanes
 from bumpgate.core.baseline import Baseline, BaselineError, Failed, judge, violation
 from bumpgate.core.errors import is_line, one_line
-from bumpgate.core.rows import ROW_ID, Judgement, Row, Value, Verdict, is_finite, is_number
+from bumpgate.core.rows import ROW_ID, Judgement, Row, Value, Verdict, is_finite, is_number, regular
 from bumpgate.core.toml import tomllib
 
 FILE = "accepted.toml"
@@ -72,7 +72,7 @@ def load(path: Path) -> tuple[Acceptance, ...]:
     name = f"{path.parent.name}/{path.name}"
     restore = f"restore it with: git checkout {name}"
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(regular(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return ()
     except OSError as error:

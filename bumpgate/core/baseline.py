@@ -29,6 +29,7 @@ from bumpgate.core.rows import (
     is_number,
     is_time,
     of_time,
+    regular,
     same_value,
     tolerance_fault,
     write_atomic,
@@ -127,9 +128,8 @@ def load(path: Path, lane: str, *, missing_ok: bool = False) -> Baseline:
     name = f"{path.parent.name}/{path.name}"
     restore = f"restore it with: git checkout {name}"
     try:
-        raw = json.loads(
-            path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants
-        )
+        text = regular(path).read_text(encoding="utf-8")
+        raw = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
     except FileNotFoundError:
         if missing_ok:
             return Baseline(lane)

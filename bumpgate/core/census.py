@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from bumpgate.core.baseline import BaselineError, in_tier
+from bumpgate.core.rows import regular
 
 PASSED, FAILED, SKIPPED, XFAILED, XPASSED = "passed", "failed", "skipped", "xfailed", "xpassed"
 # Failed, and a plugin ran it again. Collected and not run to its end. Left out by an option or a plugin that says so.
@@ -61,7 +62,7 @@ def load(path: Path) -> frozenset[str]:
     name = f"{path.parent.name}/{path.name}"
     restore = f"restore it with: git checkout {name}"
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = regular(path).read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         return frozenset()
     except OSError as error:

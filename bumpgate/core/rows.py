@@ -373,7 +373,7 @@ def read_record(path: Path) -> Record:
     """Read record.json, also one that `xz` compressed. Raises RecordError (one line) on an incomplete or edited one."""
     remake = "write it again with: pytest -m LANE"
     try:
-        content = path.read_bytes()
+        content = regular(path).read_bytes()
         content = lzma.decompress(content) if content.startswith(XZ) else content
         raw = loads(content)
         if not isinstance(raw, dict) or raw.get("schema") not in (1, RECORD_SCHEMA):
@@ -401,6 +401,13 @@ def read_record(path: Path) -> Record:
         raise RecordError(f"{path.name}: not a record ({one_line(error)}); {remake}") from None
 
 
+def regular(path: Path) -> Path:
+    """Return the path of a file that may not exist. Raises OSError on a device or a pipe, whose content may not end."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path
+
+
 def write_atomic(path: Path, text: str | bytes) -> None:
     """Replace a file atomically, through a temporary file in the same directory. Links are followed.
 
@@ -409,8 +416,7 @@ def write_atomic(path: Path, text: str | bytes) -> None:
     path = path.resolve()
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "a folder: name a file", str(path))
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    regular(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as f:

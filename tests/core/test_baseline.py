@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -372,6 +373,14 @@ def test_invalid_baseline_row_is_refused(tmp_path: Path, row: dict[str, object])
     assert message.startswith("baselines/cpu.json: row 'a/b/c': ")
     assert message.endswith("restore it with: git checkout baselines/cpu.json")
     assert len(message.splitlines()) == 1
+
+
+def test_baseline_that_never_ends_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "cpu.json")
+    (tmp_path / "h200.json").symlink_to("/dev/zero")
+    for lane in ("cpu", "h200"):
+        with pytest.raises(BaselineError, match="not a regular file"):
+            load(tmp_path / f"{lane}.json", lane)
 
 
 @pytest.mark.parametrize(
