@@ -48,7 +48,7 @@ class Mamba3MIMOBlock(Mamba3Block):
     def empty_state(self, x: Tensor) -> Mamba3MimoState:
         """Return the state before any token, for x (B,D); it has R last keys."""
         theta, h, k_prev, v_prev = super().empty_state(x)
-        return Mamba3MimoState(theta, h, k_prev.unsqueeze(1).repeat(1, self.rank, 1, 1), v_prev)
+        return Mamba3MimoState(theta, h, k_prev.unsqueeze(2).repeat(1, 1, self.rank, 1), v_prev)
 
     def _weights(self) -> tuple[Tensor, ...]:
         return self.q_bias, self.k_bias, self.mimo_v, self.mimo_z, self.mimo_out

@@ -84,7 +84,7 @@ class Watched:
 
 @contextmanager
 def watched_hybrid(
-    name: str,
+    name: str | HybridConfig,
     policy: str,
     *,
     device: str = "cpu",
@@ -92,11 +92,14 @@ def watched_hybrid(
     contract: Contract | None = None,
     **changes: Any,
 ) -> Iterator[Watched]:
-    """Yield the narrow preset `name` under `policy`, with contract and instruments active; undo all at exit."""
+    """Yield the narrow preset `name`, or a configuration, under `policy`; undo all at exit.
+
+    The contract and every instrument are active.
+    """
     contract = contract or load()
     with dynamo_config(read_dynamo_config(contract.dynamo)), DynamoWatch() as watch:
         apply_dynamo(contract)
-        config = preset(name, "narrow", **changes)
+        config = preset(name, "narrow", **changes) if isinstance(name, str) else name
         model = build(config, device)
         yield Watched(config, model, apply(model, policy, contract, watch.backend(backend)), watch)
     reset_dynamo()
