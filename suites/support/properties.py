@@ -12,7 +12,7 @@ examples = settings(
     derandomize=not NIGHTLY,
     max_examples=100 if NIGHTLY else 15,
     deadline=None,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
