@@ -63,8 +63,8 @@ ROOMY = {"capacity_factor": 16.0}
 @st.composite
 def hybrids(draw: st.DrawFn, *, features: bool = False, **changes: Any) -> HybridConfig:
     """Draw a configuration of at most six layers: any pattern, kinds of A and M, gates, routing, and features."""
-    pattern = draw(st.text("AMER", min_size=1, max_size=6))
-    depth = draw(st.integers(1, 6))
+    pattern = "".join(draw(st.permutations("MAERMA")))[: draw(st.integers(2, 6))]
+    depth = draw(st.integers(2, 6))
     letters = (pattern * depth)[:depth]
     chosen: dict[str, Any] = {"m_mixer": draw(st.sampled_from(["mamba3", "mimo", "mamba2"]))}
     chosen["attention_gate"] = draw(st.sampled_from(["none", "head", "channel"]))
@@ -97,7 +97,7 @@ def packed(draw: st.DrawFn, config: HybridConfig, batch: int = 1) -> Tensor:
         3, config.vocab_size, (batch, T), generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))
     )
     for row in ids:
-        row[[0, *draw(st.sets(st.integers(1, T - 1), max_size=3))]] = config.bos_id
+        row[[0, *draw(st.sets(st.integers(1, T - 1), min_size=1, max_size=3))]] = config.bos_id
     return ids
 
 
