@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from bumpgate.core.rows import ERRORS, TIMES, Row, is_time, metric
+from bumpgate.core.rows import ERRORS, TIMES, Row, is_finite, is_time, metric
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ START = Kind(
     listed=False,
 )
 EXACT = Kind("exact", "", "", 1.0, "any difference counts", listed=False)
+# A guard count of the first graph alone read 131 of 332, FLOPs without the backward 284e6 of 853e6.
+PLAUSIBLE = 1.25
 # Rows that the variant of torch decides: more libraries and modules are loaded, and cache keys hash more files.
 OF_VARIANT = re.compile(r"throughput/start-[^/]+/(import_\w+|warm_\w+|\w*memory\w*)")
 
@@ -112,6 +114,12 @@ def allowed(row: Row) -> tuple[float, float]:
     kind = kind_of(row)
     own = 1 / (1 - row.tolerance) if row.better == "higher" else 1 + row.tolerance
     return max(kind.factor, own), OF_BOUND * abs(bound or 0.0) if kind in (ERROR, LOSS) else 0.0
+
+
+def plausible(adopted: Row, candidate: Row) -> bool:
+    """Whether a better value is near enough to be one: an instrument that lost a part of a count reads far less."""
+    before, after = adopted.value, candidate.value
+    return is_finite(before) and is_finite(after) and max(before, after) <= PLAUSIBLE * min(before, after)
 
 
 def material_time(row: str, ratio: float) -> bool:

@@ -56,7 +56,7 @@ from bumpgate.gate.compare_rows import (
     with_disturbed,
 )
 from bumpgate.gate.drift import Drift
-from bumpgate.gate.materiality import OF_VARIANT, material_time, other_device
+from bumpgate.gate.materiality import OF_VARIANT, material_time, other_device, plausible
 from bumpgate.gate.options import FAST
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.state import Gate
@@ -498,9 +498,14 @@ def compare(
 
 
 def _is_small(adopted: Judgement, candidate: Judgement) -> bool:
-    """Whether a value that differs from the reviewed one is too near to the adopted side's to hold a bump."""
-    small = change(adopted.row, candidate.row) is ValueChange.SMALL
-    return small and violation(candidate.row) is None and not kinds(adopted.row, candidate.row)
+    """Whether a value that differs from the reviewed one is too near to the adopted side's to hold a bump.
+
+    A count that is better holds only if an instrument may have lost a part of it.
+    """
+    moved = change(adopted.row, candidate.row)
+    gain = moved is ValueChange.BETTER and plausible(adopted.row, candidate.row)
+    right = violation(candidate.row) is None and not kinds(adopted.row, candidate.row)
+    return right and (moved is ValueChange.SMALL or gain)
 
 
 def _compare_values(adopted: Judgement, candidate: Judgement, *, paired: bool) -> tuple[Decision, str] | None:

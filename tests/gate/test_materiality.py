@@ -76,8 +76,7 @@ def test_finding_of_a_recorded_gate_holds_if_it_is_material(name: str, reviewed:
     unit, before, after, fields, material, why = LABELLED[name]
     rows = [row(name.split()[1], value, unit, **fields) for value in (before, after)]
     judged_alone = fields.get("better") == "derived" or fields.get("per_build")
-    other = Verdict.WIN if fields.get("better") == "lower" and after < before else Verdict.CHANGED
-    found = judged(*rows, other if reviewed and not judged_alone else Verdict.PASS)
+    found = judged(*rows, Verdict.CHANGED if reviewed and not judged_alone else Verdict.PASS)
     worse = after != before and (material or reviewed or after > before)
     assert (found.decision is Decision.HOLD) is material, why
     if not material and worse:
@@ -117,6 +116,15 @@ def test_slower_time_of_a_recorded_gate_holds_if_it_is_material(name: str) -> No
     found = judge_gate("cpu", Side("a", record[0]), Side("b", record[1]), timed)
     assert found.decision is decision, why
     assert len(found.findings) == 1, "it is listed"
+
+
+@pytest.mark.parametrize(
+    ("after", "decision"), [(300, Decision.ADOPT), (131, Decision.HOLD), (0, Decision.HOLD)]
+)
+def test_count_that_falls_too_far_to_be_a_gain_holds(after: int, decision: Decision) -> None:
+    before, now = (row("compile/nam52/guard_count", value, "count", **LOWER) for value in (332, after))
+    found = judged(before, now, Verdict.CHANGED)
+    assert (found.decision, found.findings[0].label) == (decision, "CHANGED")
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.005, 0.05, 0.5])

@@ -541,11 +541,11 @@ def test_time_with_an_interval_on_one_side_is_of_another_kind(swap: bool) -> Non
             1,
             "C37",
             better="lower",
-            tolerance=10.0,
+            tolerance=5.0,
             interval=interval,
             test=COUNT_TEST,
         )
-        return Judgement(row, Verdict.PASS, "", tolerance=10.0)
+        return Judgement(row, Verdict.PASS, "", tolerance=5.0)
 
     adopted, candidate = (made(1.0, None), made(9.0, (8.9, 9.1)))[:: -1 if swap else 1]
     assert timed_rows(record(adopted), record(candidate)) == {}
