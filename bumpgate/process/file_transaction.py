@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ REVIEWED = (
 )
 # Where earlier versions kept the journal.
 IN_TREE = "baselines/.adoption.json"
+# An adoption resolves and downloads its set while it holds the lock.
+SILENT_SECONDS = 2
 ADOPTION, ROLLBACK = "adoption", "rollback"
 
 
@@ -99,12 +102,20 @@ def diff(edits: Iterable[Edit]) -> str:
 @contextmanager
 def writing(root: Path) -> Iterator[None]:
     """Hold the lock of a tree's reviewed files: every command that changes them waits for the others."""
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
     folder = private_folder(root)
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "reviewed.lock"):
+    lock = FileLock(folder / "reviewed.lock")
+    try:
+        lock.acquire(timeout=SILENT_SECONDS)
+    except Timeout:
+        print("another command changes the reviewed files of this tree; waiting for it", file=sys.stderr)
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def private_folder(root: Path) -> Path:

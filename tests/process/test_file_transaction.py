@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from bumpgate.process.file_transaction import (
     ADOPTION,
     IN_TREE,
+    SILENT_SECONDS,
     AdoptionError,
     Edit,
     Operation,
@@ -85,11 +87,18 @@ with writing(root):
     replace_all(root, [Edit({BASELINE!r}, before, (before or "") + sys.argv[1])])
 """
 
-    def write(name: str) -> int:
-        return subprocess.run([sys.executable, "-c", program, name], timeout=60).returncode
+    def write(name: str) -> tuple[int, str]:
+        command = [sys.executable, "-c", program, name]
+        done = subprocess.run(command, timeout=60, stderr=subprocess.PIPE, text=True)
+        return done.returncode, done.stderr
 
     with ThreadPoolExecutor() as pool:
-        assert [*pool.map(write, "abc")] == [0, 0, 0]
+        with writing(root):
+            started = [pool.submit(write, name) for name in "abc"]
+            time.sleep(SILENT_SECONDS + 3)
+        done = [each.result() for each in started]
+    assert [code for code, _ in done] == [0, 0, 0]
+    assert any("another command changes the reviewed files of this tree; waiting" in err for _, err in done)
     assert sorted(read(root / BASELINE) or "") == ["a", "b", "c"]
 
 
