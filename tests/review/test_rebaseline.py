@@ -132,7 +132,7 @@ def test_rebaseline_writes_only_rows_outside_tolerance(repository: Repository) -
         "a/new/n": 8,
     }
     assert (after["a/slow/n"].tolerance, after["a/slow/n"].note) == (0.05, "mine"), "hand-edited"
-    assert "a/fast/n   100 -> 50   -50.0 %  win" in out
+    assert "a/fast/n   100 -> 50   -50.0 %  changed" in out
     assert "a/other/n  5 -> 7      +40.0 %  changed" in out
     assert "a/new/n    - -> 8               new" in out
 

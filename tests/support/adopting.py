@@ -1,7 +1,7 @@
 """A miniature tree with a lane, a wheel index and gates of real environments, to adopt a candidate in.
 
-torch 9.9.0 is adopted. Of the candidates, 9.10.0 only changes values of one build, a win and a new row; 9.11.0 also
-changes a fact, and 9.12.0 breaks an expected value.
+torch 9.9.0 is adopted. Of the candidates, 9.10.0 only changes a value of one build, and another within its tolerance;
+9.11.0 also changes a fact, and 9.12.0 breaks an expected value.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_facts(lane, row):
 """
 VERSIONS = {
     "9.9.0": {"CATEGORY": "DeprecationWarning", "BREAKS": 13, "HASH": "aaaa", "BYTES": 100},
-    "9.10.0": {"CATEGORY": "DeprecationWarning", "BREAKS": 13, "HASH": "bbbb", "BYTES": 90},
+    "9.10.0": {"CATEGORY": "DeprecationWarning", "BREAKS": 13, "HASH": "bbbb", "BYTES": 101},
     "9.11.0": {"CATEGORY": "FutureWarning", "BREAKS": 13, "HASH": "cccc", "BYTES": 100},
     "9.12.0": {"CATEGORY": "FutureWarning", "BREAKS": 14, "HASH": "dddd", "BYTES": 100},
 }
