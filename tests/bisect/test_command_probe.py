@@ -12,7 +12,7 @@ import pytest
 from bumpgate.bisect import probe
 from bumpgate.bisect.probe import Cause, CommandTest, ProbeError, Reading
 from bumpgate.bisect.search import ProbeOutcome
-from bumpgate.process.child import ChildFault, Interpreter
+from bumpgate.env.build import Environment
 
 ENVIRONMENT: Any = SimpleNamespace(python=Path(sys.executable), packages={"torch": "2.13.0", "numpy": "2.0"})
 MISSING = "{python} -c 'import no_such_module'"
@@ -63,13 +63,15 @@ def test_crash_of_a_build_that_does_not_import_is_no_verdict(
     assert (reading.cause, reading.failure) == (Cause.BROKEN, "('torch', 'torch'): gone")
 
 
-def test_package_that_ends_the_process_does_not_import(tmp_path: Path) -> None:
+def test_package_that_ends_the_process_does_not_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "ends.py").write_text("import os\nos._exit(0)\n")
-    program = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{probe.IMPORT}"
-    python = Interpreter(Path(sys.executable), tmp_path)
-    with pytest.raises(ChildFault, match="before it had done its work"):
-        python.prove("-I", "-c", program, "json", "ends", did=["json", "ends"], timeout=60)
-    python.prove("-I", "-c", program, "json", "missing", did=["json", "missing"], timeout=60)
+    monkeypatch.setattr(probe, "IMPORT", f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{probe.IMPORT}")
+    environment = Environment("", Path(sys.executable), "", dict.fromkeys(("json", "ends", "missing"), "1"))
+    assert probe.import_fault(environment, "json", "missing") == ""
+    fault = probe.import_fault(environment, "json", "ends")
+    assert fault == "import json, ends: ended with exit code 0 before it had done its work"
 
 
 def test_slow_command_has_no_verdict(run: Any) -> None:
