@@ -15,7 +15,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -343,7 +342,9 @@ def requirements(site: Site) -> Found:
     """BG206: the packages that the suites import in addition to torch."""
     found = site.inventory
     markers = {"python_version": ".".join(found.python.split(".")[:2]), "python_full_version": found.python}
-    every = map(Requirement, _suite_requirements(site.root))
+    with one_fault("pyproject.toml has no extra `suite`", fix="restore it: git checkout pyproject.toml"):
+        project = tomllib.loads((site.root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        every = [Requirement(text) for text in project.get("optional-dependencies", {}).get("suite", ())]
     required = [r for r in every if r.marker is None or r.marker.evaluate(markers)]
     lacking: dict[str, str] = {}
     for r in required:
@@ -355,14 +356,6 @@ def requirements(site: Site) -> Found:
         command = shlex.join([str(site.interpreter.python), "-m", "pip", "install", *lacking])
         yield Defect(f"the suites need {needed}", command)
     yield f"{len(required)} packages of the extra `suite`"
-
-
-def _suite_requirements(root: Path) -> list[str]:
-    with one_fault("pyproject.toml has no extra `suite`", fix="restore it: git checkout pyproject.toml"):
-        project: dict[str, Any] = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))[
-            "project"
-        ]
-        return list(project.get("optional-dependencies", {}).get("suite", ()))
 
 
 @check("BG207", "kernel wheels", "BG201")

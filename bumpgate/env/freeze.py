@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -82,8 +83,7 @@ def freeze(
     path = lane.lock_path
     before = read(path)
     request = lane.request(candidate or None, locked=False, index=index, find_links=find_links)
-    if upgrade:
-        request = request.without_preferences()
+    request = replace(request, prefer=None) if upgrade else request
     lock, sources = lock_of(path.name, resolve(request), request.python)
     fill_store(lock, sources)
     with writing(lane.root):

@@ -185,11 +185,12 @@ class LaneContext:
         forced: tuple[str, ...] = ()
         if candidate is not None:
             chosen = _candidate(candidate, self.python)
-            own = (r for r in map(Requirement, requirements) if _same_package(r, chosen))
+            name = canonicalize_name(chosen.name)
+            own = (r for r in map(Requirement, requirements) if canonicalize_name(r.name) == name)
             chosen.extras = chosen.extras.union(*(r.extras for r in own))
             exact = chosen.url is not None or _exact(chosen) is not None
             requirements = self._with_candidate(requirements, chosen)
-            if canonicalize_name(chosen.name) != "torch":
+            if name != "torch":
                 forced = (str(chosen),)
         request = Request(
             requirements,
@@ -245,10 +246,6 @@ def lane_lock(root: Path, lane: str) -> Path:
 def lane_request(root: Path, lane: str, candidate: str | None = None, **changes: Any) -> Request:
     """Return `LaneContext.request`."""
     return LaneContext(root, lane).request(candidate, **changes)
-
-
-def _same_package(a: Requirement, b: Requirement) -> bool:
-    return canonicalize_name(a.name) == canonicalize_name(b.name)
 
 
 def _with_extras(requirement: Requirement, name: str) -> str:

@@ -148,21 +148,18 @@ def _files(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [*entry.get("wheels", ()), *([entry["archive"]] if "archive" in entry else ())]
 
 
-def _file_name(raw: Mapping[str, Any]) -> str:
-    last = str(raw.get("url") or raw["path"]).rsplit("/", 1)[-1]
-    return str(raw.get("name") or (unquote(last) if "url" in raw else last))
-
-
 def _locked(name: str, entry: Mapping[str, Any]) -> tuple[Locked, dict[Wheel, str]]:
     package, version = canonicalize_name(entry["name"]), str(entry["version"])
     places = {}
     for raw in _files(entry):
-        file, sha256 = _file_name(raw), raw.get("hashes", {}).get("sha256", "")
+        place, sha256 = str(raw.get("url") or raw["path"]), raw.get("hashes", {}).get("sha256", "")
+        last = place.rsplit("/", 1)[-1]
+        file = str(raw.get("name") or (unquote(last) if "url" in raw else last))
         if not WHEEL.fullmatch(file) or parse_wheel_filename(file)[0] != package:
             raise LockError(f"{name}: {file!r} is not the name of a wheel of {package}; {FIX}")
         if not SHA256.fullmatch(sha256):
             raise LockError(f"{name}: {package} {version} has a wheel without its sha256; freeze again")
-        places[Wheel(file, sha256)] = str(raw.get("url") or raw["path"])
+        places[Wheel(file, sha256)] = place
     if not places:
         raise LockError(f"{name}: {package} {version} has no wheel; only wheels can be gated")
     return Locked(package, version, tuple(places)), places

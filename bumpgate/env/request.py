@@ -7,7 +7,7 @@ import json
 import platform
 import sys
 import sysconfig
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,6 @@ class Request:
     refresh: bool = False
     only_wheels: bool = True
     name: str = ""
-
-    def without_preferences(self) -> Request:
-        """Return a copy without the lock of preferred versions."""
-        return replace(self, prefer=None)
 
     @property
     def title(self) -> str:

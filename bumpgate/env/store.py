@@ -99,13 +99,8 @@ def put(wheel: Wheel, blocks: Iterable[bytes]) -> Path:
         partial.unlink(missing_ok=True)
         if not any(path.parent.iterdir()):
             path.parent.rmdir()
-    _write_sums()
-    return path
-
-
-def _write_sums() -> None:
-    """Write SHA256SUMS over the store, for `sha256sum --check`; writers wait for each other."""
     root = store_root()
-    with FileLock(root / ".lock"):
+    with FileLock(root / ".lock"):  # writers wait for each other
         lines = [f"{sha256}  {sha256}/{path.name}\n" for sha256, path in contents()]
-        write_atomic(root / SUMS, "".join(lines))
+        write_atomic(root / SUMS, "".join(lines))  # for `sha256sum --check`
+    return path

@@ -80,7 +80,8 @@ def versions(
     from_store: our wheel store only. Raises UnreachableError, VersionsError (each one line).
     """
     fits = tag_ranks(python)
-    files = list(_stored() if from_store else _listed(package, index, tuple(find_links)))
+    stored = (_file(path, sha256) for sha256, path in store.contents())
+    files = list(stored if from_store else _listed(package, index, tuple(find_links)))
     best: dict[Version, tuple[tuple[Any, ...], FoundVersion]] = {}
     others = 0
     for file in files:
@@ -105,7 +106,11 @@ def versions(
             else f"{package}: none found: check the name, or name the index that has it with --index"
         )
     found = in_order(found for _, found in best.values())
-    return [f for f in found if (pre or not Version(f.version).is_prerelease) and _within(f, since, until)]
+    found = [f for f in found if pre or not Version(f.version).is_prerelease]
+    if since is None and until is None:
+        return found
+    first, last = since or date.min, until or date.max
+    return [f for f in found if f.date is not None and first <= f.date <= last]
 
 
 def missing_days(found: Iterable[FoundVersion]) -> list[date]:
@@ -172,12 +177,6 @@ def _found(version: Version, file: DistributionPackage) -> FoundVersion:
     day = build_day(str(version)) or uploaded
     yanked = (file.yanked_reason or "") if file.is_yanked else None
     return FoundVersion(str(version), day, yanked, file.url, file.digests.get("sha256", "").lower())
-
-
-def _within(found: FoundVersion, since: date | None, until: date | None) -> bool:
-    if since is None and until is None:
-        return True
-    return found.date is not None and (since or date.min) <= found.date <= (until or date.max)
 
 
 def tag_ranks(python: str) -> dict[Tag, int]:
@@ -300,10 +299,6 @@ def links(place: str) -> list[DistributionPackage]:
     with _answer(place, "text/html") as answer:
         answer.raise_for_status()
         return [f for f in _linked(answer.content, answer.url) if f.filename.endswith(".whl")]
-
-
-def _stored() -> list[DistributionPackage]:
-    return [_file(path, sha256) for sha256, path in store.contents()]
 
 
 def _file(path: Path, sha256: str = "") -> DistributionPackage:

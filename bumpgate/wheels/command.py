@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from packaging.utils import parse_wheel_filename
+from packaging.utils import canonicalize_name
 
 from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import BumpgateError, check_number
@@ -89,20 +89,13 @@ def audit_command(
     refused = False
     for path in wheels:
         built_for = known.get(sha256_of(path), "")
-        package = _package(path)
+        package = str(canonicalize_name(path.name.partition("-")[0]))
         found = audit(WheelFile(path, package, built_for=built_for), target, smoke.get(package))
         refused = refused or bool(found.faults)
         typer.echo(f"{path.name}: {'refused' if found.faults else 'passes'} on {_title(target)}")
         for line in (*(f"{fault.kind}: {fault.reason}" for fault in found.faults), *found.notes):
             typer.echo(f"  {line}")
     raise typer.Exit(1 if refused else 0)
-
-
-def _package(path: Path) -> str:
-    try:
-        return str(parse_wheel_filename(path.name)[0])
-    except ValueError:
-        return path.name.split("-")[0]
 
 
 @app.command("build")

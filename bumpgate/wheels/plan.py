@@ -111,14 +111,14 @@ def _wheel_files(
     for offer in (offer for offer in offered if _is_of(offer, wheel)):
         path = offer.path()
         # The adopted torch uses the adopted file; another torch has a different one, possibly of the same name.
-        own = adopted.get(path.name) if satisfies(wheel.torch, _pin(target.found.torch_version)) else None
+        own = (
+            adopted.get(path.name)
+            if satisfies(wheel.torch, SpecifierSet(f"=={target.found.torch_version}", prereleases=True))
+            else None
+        )
         expected = own.sha256 if own else offer.sha256
         known = wheel.sha256 and sha256_of(path) == wheel.sha256
         yield WheelFile(path, wheel.name, expected, wheel.torch if known else "")
-
-
-def _pin(version: str) -> SpecifierSet:
-    return SpecifierSet(f"=={version}", prereleases=True)
 
 
 def _is_of(offer: Offer, wheel: KernelWheel) -> bool:
