@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -27,7 +27,7 @@ from bumpgate.core.baseline import load as load_baseline
 from bumpgate.core.errors import BumpgateError, RefusedError, is_line
 from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.gate_file import GateFile, Paired
-from bumpgate.core.rows import Judgement, Record, is_finite
+from bumpgate.core.rows import Record, is_finite
 from bumpgate.gate.evidence import read_judged
 from bumpgate.process.file_transaction import Edit, replace_all, writing
 from bumpgate.process.file_transaction import read as read_text
@@ -139,35 +139,26 @@ def _entry(
         if not is_line(text):
             raise BumpgateError(f"--{name} must be one line of text in UTF-8, got {text!r}")
     made = Acceptance(lane, row, None, owner.strip(), reason.strip(), today(), expires)
-    record, timed, drifts = _measured(measured)
+    gate = measured if isinstance(measured, GateFile) else None
+    record = measured.candidate.record if isinstance(measured, GateFile) else measured
     found = measured.lane if isinstance(measured, GateFile) else measured.provenance.get("lane")
     if found != lane:
         raise RefusedError(f"{path.name} is of lane {found!r}, not {lane!r}")
-    if row in timed:
-        return _timed_entry(made, timed[row], drifts.get(row))
+    if gate and row in gate.timed:
+        return _timed_entry(made, gate.timed[row], gate.drifts.get(row, {}).get("ratio"))
     judgement = next((j for j in record.judgements if j.row.id == row), None) if record else None
     if judgement is None:
         raise BumpgateError(f"{path.name} holds no row {row!r}")
     made = replace(made, value=judgement.row.value)
     baseline = load_baseline(root / "baselines" / f"{lane}.json", lane)
-    if fault := _unacceptable(judgement):
-        raise RefusedError(f"{row}: {fault}")
+    if not (judgement.red or judgement.accepted):
+        raise RefusedError(f"{row}: {judgement.label}: nothing to accept")
+    if judgement.verdict not in ACCEPTABLE:
+        why = f"{judgement.verdict.value}: {judgement.reason}"
+        raise RefusedError(f"{row}: {why}; only a measured difference can be accepted")
     if not covers(made, judgement.row, baseline):
         raise RefusedError(f"{row}: {judgement.verdict.value} whatever is accepted: {judgement.reason}")
     return made
-
-
-def _measured(
-    found: Record | GateFile,
-) -> tuple[Record | None, Mapping[str, Paired], Mapping[str, float | None]]:
-    """Return the record to accept from (the candidate's, for a gate), the gate's timed rows, and its drifts' ratios."""
-    if not isinstance(found, GateFile):
-        return found, {}, {}
-    return (
-        found.candidate.record,
-        found.timed,
-        {row: drift.get("ratio") for row, drift in found.drifts.items()},
-    )
 
 
 def _timed_entry(made: Acceptance, timed: Paired, drift: float | None) -> Acceptance:
@@ -180,12 +171,3 @@ def _timed_entry(made: Acceptance, timed: Paired, drift: float | None) -> Accept
     if ratio > MAX_RATIO:
         raise RefusedError(f"{made.row}: {ratio:.3g} times as long: at most {MAX_RATIO:g} can be accepted")
     return replace(made, ratio=ratio)
-
-
-def _unacceptable(j: Judgement) -> str | None:
-    """Return why a row cannot be accepted, in a few words; None if it can."""
-    if not (j.red or j.accepted):
-        return f"{j.label}: nothing to accept"
-    if j.verdict not in ACCEPTABLE:
-        return f"{j.verdict.value}: {j.reason}; only a measured difference can be accepted"
-    return None
