@@ -14,7 +14,8 @@ from torch import Tensor
 
 Named = dict[str, tuple[Tensor, str]]  # name -> (tensor, its axes, one letter each)
 
-IMPLS = ("op", "eager")
+# The names of files of an op: its definition, plain torch, the custom op, and a peer.
+IMPLS = ("naive", "eager", "op")
 WITH_PEER = (*IMPLS, "upstream")
 
 

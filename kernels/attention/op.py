@@ -11,6 +11,7 @@ from kernels.attention.eager import (
     attention_eager,
     attention_forward_with_lse,
 )
+from kernels.attention.naive import attention_naive
 from kernels.attention.upstream import attention_fa4, attention_flex, attention_sdpa, attention_upstream
 from kernels.op_support import (
     IMPLS,
@@ -113,6 +114,8 @@ def attention(
     _check(q, k, v, doc_ids, softcap, window, impl)
     impl = resolve_impl(impl, q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if impl == "naive":
+        return attention_naive(q, k, v, doc_ids, scale, softcap, window, causal)
     if impl == "eager":
         return attention_eager(q, k, v, doc_ids, scale=scale, softcap=softcap, window=window, causal=causal)
     if impl in PEERS:

@@ -10,6 +10,7 @@ from kernels.causal_conv1d.eager import (
     causal_conv1d_backward_eager,
     causal_conv1d_eager,
 )
+from kernels.causal_conv1d.naive import causal_conv1d_naive
 from kernels.causal_conv1d.upstream import causal_conv1d_upstream
 from kernels.op_support import (
     WITH_PEER,
@@ -91,6 +92,7 @@ def causal_conv1d(
     functions = {
         "op": causal_conv1d_fwd,
         "eager": causal_conv1d_eager,
+        "naive": causal_conv1d_naive,
         "upstream": causal_conv1d_upstream,
     }
     return functions[impl](x, weight, bias, doc_ids, activation)

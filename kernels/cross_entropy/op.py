@@ -11,6 +11,7 @@ from kernels.cross_entropy.eager import (
     cross_entropy_eager,
     cross_entropy_with_sums,
 )
+from kernels.cross_entropy.naive import cross_entropy_naive
 from kernels.op_support import check_floating, check_impl, has_shape, opaque_op, resolve_impl
 
 
@@ -90,6 +91,7 @@ def cross_entropy(
     """
     _check(logits, target, softcap, impl)
     impl = resolve_impl(impl, logits)
-    if impl == "eager":
-        return cross_entropy_eager(logits, target, softcap, ignore_index)
+    if impl != "op":
+        function = cross_entropy_naive if impl == "naive" else cross_entropy_eager
+        return function(logits, target, softcap, ignore_index)
     return cross_entropy_fwd(logits, target, float(softcap), ignore_index)[0]

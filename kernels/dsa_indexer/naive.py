@@ -36,7 +36,9 @@ def dsa_chosen_scores_naive(q: Tensor, k: Tensor, weights: Tensor, indices: Tens
 def dsa_distribution_naive(q: Tensor, k: Tensor, indices: Tensor, scale: float, softcap: float) -> Tensor:
     """Compute dense attention weights in the inputs' dtype (softmax in fp32), and gather the chosen keys' weights."""
     key = k.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2)
-    s = softcap * torch.tanh(q.transpose(1, 2) @ key.mT * scale / softcap)
+    s = q.transpose(1, 2) @ key.mT * scale
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
     at = indices.long().clamp(min=0).unsqueeze(1).expand(-1, q.shape[2], -1, -1)
     s = s.gather(3, at).masked_fill((indices < 0).unsqueeze(1), -torch.inf)
     return torch.softmax(s, -1, dtype=torch.promote_types(q.dtype, torch.float32)).nan_to_num(0).mean(1)

@@ -17,6 +17,11 @@ from kernels.dsa_indexer.eager import (
     dsa_indexer_eager,
     dsa_loss_eager,
 )
+from kernels.dsa_indexer.naive import (
+    dsa_attention_naive,
+    dsa_chosen_scores_naive,
+    dsa_distribution_naive,
+)
 from kernels.op_support import (
     autocast_disabled,
     bind_shapes,
@@ -169,7 +174,7 @@ def dsa_indexer(
     is above 16384 (except fp64, which runs the eager form).
     Source: DeepSeek-V3.2-Exp (2025).
     """
-    check_impl("dsa_indexer", impl)
+    check_impl("dsa_indexer", impl, ("eager", "op"))
     _check_index("dsa_indexer", q, k, weights)
     check_shapes("dsa_indexer", *bind_shapes("dsa_indexer", "q:BTJP doc_ids:BT", q, doc_ids))
     check_doc_ids("dsa_indexer", doc_ids)
@@ -208,6 +213,8 @@ def dsa_attention(
     if v.dtype != q.dtype:
         raise ValueError(f"dsa_attention: q and v must have one float dtype, not {q.dtype} and {v.dtype}")
     impl = resolve_impl(impl, q)
+    if impl == "naive":
+        return dsa_attention_naive(q, k, v, indices, scale, softcap)
     if impl == "eager":
         return dsa_attention_eager(q, k, v, indices, scale=scale, softcap=softcap)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -232,6 +239,8 @@ def dsa_distribution(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = float(scale), float(softcap)
     with torch.no_grad():
+        if impl == "naive":
+            return dsa_distribution_naive(q, k, indices, *options)
         if resolve_impl(impl, q) == "op":
             return dsa_distribution_fwd(q, k, indices, *options)
         with autocast_disabled(q):
@@ -250,6 +259,8 @@ def dsa_chosen_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, *,
     check_impl("dsa_chosen_scores", impl)
     _check_index("dsa_chosen_scores", q, k, weights)
     _check_choice("dsa_chosen_scores", q, indices)
+    if impl == "naive":
+        return dsa_chosen_scores_naive(q, k, weights, indices)
     if resolve_impl(impl, q) == "op":
         return dsa_chosen_scores_fwd(q, k, weights, indices)
     with autocast_disabled(q):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.grouped_gemm.eager import grouped_gemm_backward_eager, grouped_gemm_eager
+from kernels.grouped_gemm.naive import grouped_gemm_naive
 from kernels.grouped_gemm.padded import grouped_gemm_padded
 from kernels.grouped_gemm.upstream import grouped_gemm_upstream
 from kernels.op_support import WITH_PEER, bind_shapes, check_impl, check_shapes, opaque_op
@@ -85,6 +86,7 @@ def grouped_gemm(
     functions = {
         "op": grouped_gemm_fwd,
         "eager": grouped_gemm_eager,
+        "naive": grouped_gemm_naive,
         "upstream": grouped_gemm_upstream,
     }
     return functions[impl](x, weight, counts)

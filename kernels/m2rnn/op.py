@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.m2rnn.eager import m2rnn_backward_eager, m2rnn_eager, m2rnn_forward_with_states
+from kernels.m2rnn.naive import m2rnn_recurrent
 from kernels.op_support import (
     autocast_disabled,
     bind_shapes,
@@ -84,6 +85,8 @@ def m2rnn(
     """
     _check(q, k, v, W, f, doc_ids, h0, impl)
     impl = resolve_impl(impl, v)
+    if impl == "naive":
+        return m2rnn_recurrent(q, k, v, W, f, doc_ids, h0)
     if impl == "eager":
         with autocast_disabled(v):
             return m2rnn_eager(q, k, v, W, f, doc_ids, h0)

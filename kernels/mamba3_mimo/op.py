@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.mamba3_mimo.eager import mamba3_mimo_backward_eager, mamba3_mimo_eager
-from kernels.mamba3_mimo.naive import Mamba3MimoState, zero_state
+from kernels.mamba3_mimo.naive import Mamba3MimoState, mamba3_mimo_recurrent, zero_state
 from kernels.mamba3_mimo.upstream import mamba3_mimo_upstream
 from kernels.op_support import (
     WITH_PEER,
@@ -119,6 +119,8 @@ def mamba3_mimo(
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, doc_ids)
     _check(*inputs, state, chunk_size, impl)
     impl = resolve_impl(impl, v)
+    if impl == "naive":
+        return mamba3_mimo_recurrent(*inputs, state)
     if impl == "eager":
         with autocast_disabled(v):
             return mamba3_mimo_eager(*inputs, state, chunk_size)

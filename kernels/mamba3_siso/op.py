@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.mamba3_siso.eager import mamba3_siso_backward_eager, mamba3_siso_eager
-from kernels.mamba3_siso.naive import Mamba3State, zero_state
+from kernels.mamba3_siso.naive import Mamba3State, mamba3_siso_recurrent, zero_state
 from kernels.mamba3_siso.upstream import mamba3_siso_upstream
 from kernels.op_support import (
     WITH_PEER,
@@ -109,6 +109,8 @@ def mamba3_siso(
     inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, doc_ids)
     _check(*inputs, state, chunk_size, impl)
     impl = resolve_impl(impl, v)
+    if impl == "naive":
+        return mamba3_siso_recurrent(*inputs, state)
     if impl == "eager":
         with autocast_disabled(v):
             return mamba3_siso_eager(*inputs, state, chunk_size)

@@ -13,6 +13,7 @@ from kernels.mla.eager import (
     mla_eager,
     mla_forward_with_lse,
 )
+from kernels.mla.naive import mla_naive
 from kernels.op_support import (
     autocast_disabled,
     bind_shapes,
@@ -117,6 +118,8 @@ def mla(
             f"mla: {q_nope.shape[1]} queries for {c_kv.shape[1]} tokens; mla_absorbed takes fewer"
         )
     impl = resolve_impl(impl, q_nope)
+    if impl == "naive":
+        return mla_naive(*inputs, scale, softcap, causal)
     if impl == "eager":
         return mla_eager(*inputs, scale=scale, softcap=softcap, causal=causal)
     scale = (q_nope.shape[-1] + q_rope.shape[-1]) ** -0.5 if scale is None else scale

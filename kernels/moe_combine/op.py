@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe_combine.eager import moe_combine_backward_eager, moe_combine_eager
+from kernels.moe_combine.naive import moe_combine_naive
 from kernels.op_support import bind_shapes, check_impl, check_shapes, opaque_op, resolve_impl
 
 
@@ -92,5 +93,7 @@ def moe_combine(
     out_dtype = y.dtype if out_dtype is None else out_dtype
     _check(y, expert, slot, weights, bucket, out_dtype, impl)
     impl = resolve_impl(impl, y)
+    if impl == "naive":
+        return moe_combine_naive(y, expert, slot, weights, bucket).to(out_dtype)
     function = moe_combine_fwd if impl == "op" else moe_combine_eager
     return function(y, expert, slot, weights, bucket, out_dtype)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe_dispatch.eager import moe_dispatch_backward_eager, moe_dispatch_eager
+from kernels.moe_dispatch.naive import moe_dispatch_naive
 from kernels.op_support import bind_shapes, check_floating, check_impl, check_shapes, opaque_op, resolve_impl
 
 
@@ -79,5 +80,5 @@ def moe_dispatch(
     """
     _check(x, expert, num_experts, bucket, impl)
     impl = resolve_impl(impl, x)
-    function = moe_dispatch_fwd if impl == "op" else moe_dispatch_eager
-    return function(x, expert, num_experts, bucket)
+    functions = {"op": moe_dispatch_fwd, "eager": moe_dispatch_eager, "naive": moe_dispatch_naive}
+    return functions[impl](x, expert, num_experts, bucket)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.op_support import WITH_PEER, check_floating, check_impl, has_shape, opaque_op, resolve_impl
 from kernels.rms_norm_gated.eager import rms_norm_gated_backward_eager, rms_norm_gated_eager
+from kernels.rms_norm_gated.naive import rms_norm_gated_naive
 from kernels.rms_norm_gated.upstream import rms_norm_gated_upstream
 
 
@@ -92,6 +93,7 @@ def rms_norm_gated(
     functions = {
         "op": rms_norm_gated_fwd,
         "eager": rms_norm_gated_eager,
+        "naive": rms_norm_gated_naive,
         "upstream": rms_norm_gated_upstream,
     }
     return functions[impl](x, gate, weight, eps, S, norm_before_gate)

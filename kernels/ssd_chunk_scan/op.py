@@ -16,6 +16,7 @@ from kernels.op_support import (
     resolve_impl,
 )
 from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_backward_eager, ssd_chunk_scan_eager
+from kernels.ssd_chunk_scan.naive import ssd_chunk_scan_recurrent
 from kernels.ssd_chunk_scan.upstream import ssd_chunk_scan_upstream
 
 
@@ -88,6 +89,8 @@ def ssd_chunk_scan(
     """
     _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl)
     impl = resolve_impl(impl, x)
+    if impl == "naive":
+        return ssd_chunk_scan_recurrent(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)
     if impl == "eager":
         with autocast_disabled(x):
             return ssd_chunk_scan_eager(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)

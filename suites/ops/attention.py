@@ -16,7 +16,6 @@ from torch import Tensor
 from kernels._documents import seen_by
 from kernels.attention import attention
 from kernels.attention.eager import attention_backward_eager, attention_forward_with_lse
-from kernels.attention.naive import attention_naive
 from suites.ops import spec
 from suites.ops.spec import Named, largest_norm
 
@@ -176,7 +175,6 @@ def rounding_bound(i: Named, exact: Named) -> Named:
 def whole_tiles(P: int) -> spec.Comparison:
     return spec.Comparison(
         op=attention,
-        plain=attention_naive,
         inputs=spec.naming(NAMES, make_inputs, T=384, P=P, Hq=6),
         cases={name: spec.Case(options=options) for name, options in WHOLE_TILES.items()},
         id=f"kernels/attention-P{P}-whole_tiles-{{torch}}",
@@ -187,7 +185,6 @@ def whole_tiles(P: int) -> spec.Comparison:
 SPEC = spec.OpSpec(
     name="attention",
     run=attention,
-    naive=attention_naive,
     inputs=make_inputs,
     names=NAMES,
     cases={name: spec.Case(options=options) for name, options in CASES.items()},
@@ -202,7 +199,6 @@ SPEC = spec.OpSpec(
     comparisons={
         "": spec.Comparison(
             op=attention,
-            plain=attention_naive,
             inputs=spec.naming(NAMES, make_inputs, B=4),
             cases={name: spec.Case(options=options) for name, options in CASES.items()},
             id="kernels/attention-{lane}-{dtype}",

@@ -110,7 +110,6 @@ SMALL = {"B": 2, "D": 2, "W": 3, "lengths": (1, 3, 2)}
 SPEC = spec.OpSpec(
     name="causal_conv1d",
     run=causal_conv1d,
-    naive=causal_conv1d_naive,
     inputs=make_inputs,
     names=NAMES,
     cases={
@@ -129,7 +128,6 @@ SPEC = spec.OpSpec(
     comparisons={
         "": spec.Comparison(
             op=causal_conv1d,
-            plain=causal_conv1d_naive,
             inputs=spec.naming(NAMES, make_inputs, D=64),
             cases={f"width {W}": spec.Case({"W": W}) for W in (2, 3, 4)},
             id="kernels/causal_conv1d-{lane}-{dtype}",

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kernels.cross_entropy import cross_entropy
 from kernels.cross_entropy.eager import cross_entropy_backward_eager, cross_entropy_with_sums
-from kernels.cross_entropy.naive import cross_entropy_naive
 from suites.ops import spec
 from suites.ops.spec import Named, Outputs
 
@@ -149,7 +148,6 @@ CASES = {"plain": 0.0, "softcap": 3.0, "wide softcap": 50.0}
 SPEC = spec.OpSpec(
     name="cross_entropy",
     run=cross_entropy,
-    naive=cross_entropy_naive,
     inputs=make_inputs,
     names=NAMES,
     cases={
@@ -169,7 +167,6 @@ SPEC = spec.OpSpec(
         # V 5000 is several tiles of the kernel and a partial one; logits of 8 make rows dominated by one entry.
         "": spec.Comparison(
             op=cross_entropy,
-            plain=cross_entropy_naive,
             inputs=spec.naming(NAMES, make_inputs, B=8, T=64),
             cases={
                 f"V {V}, scale {scale}, softcap {softcap}": spec.Case(

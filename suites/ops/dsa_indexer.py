@@ -26,11 +26,6 @@ from kernels.dsa_indexer.eager import (
     dsa_chosen_scores_eager,
     dsa_distribution_eager,
 )
-from kernels.dsa_indexer.naive import (
-    dsa_attention_naive,
-    dsa_chosen_scores_naive,
-    dsa_distribution_naive,
-)
 from suites.ops import spec
 from suites.ops.spec import Named, Outputs
 
@@ -276,7 +271,6 @@ SPEC = spec.OpSpec(
     name="dsa_indexer",
     custom_op="dsa_attention",
     run=dsa_attention,
-    naive=dsa_attention_naive,
     inputs=make_inputs,
     names=NAMES,
     cases={name: spec.Case(options=options) for name, options in CASES.items()},
@@ -293,7 +287,6 @@ SPEC = spec.OpSpec(
         # A query with one key has a gradient of 0, and the rounding noise of either side is random.
         "": spec.Comparison(
             op=dsa_attention,
-            plain=dsa_attention_naive,
             inputs=spec.naming(NAMES, make_inputs, B=4),
             seeds=4,
             cases={
@@ -317,7 +310,6 @@ SPEC = spec.OpSpec(
         ),
         "scores": spec.Comparison(
             op=dsa_chosen_scores,
-            plain=dsa_chosen_scores_naive,
             inputs=spec.naming(SCORES, make_score_inputs),
             seeds=8,
             id="kernels/dsa_indexer-{lane}-{dtype}-scores",
@@ -328,7 +320,6 @@ SPEC = spec.OpSpec(
         ),
         "target": spec.Comparison(
             op=lambda v, **inputs: dsa_distribution(**inputs),
-            plain=lambda v, **inputs: dsa_distribution_naive(**inputs),
             inputs=spec.naming(NAMES, make_inputs),
             cases={"softcap and scale": spec.Case(options=SCALED)},
             seeds=8,

@@ -143,7 +143,6 @@ def rounding_bound(i: Named, exact: Named) -> Named:
 SPEC = spec.OpSpec(
     name="grouped_gemm",
     run=grouped_gemm,
-    naive=grouped_gemm_naive,
     inputs=make_inputs,
     names=NAMES,
     cases={name: spec.Case({"D_in": D_in, "D_out": D_out}) for name, (D_in, D_out) in DIMS.items()},
@@ -161,7 +160,6 @@ SPEC = spec.OpSpec(
         # Counts that fill no tile, one and more than two of the kernel's, and experts without rows at both ends.
         "": spec.Comparison(
             op=grouped_gemm,
-            plain=grouped_gemm_naive,
             inputs=spec.naming(NAMES, make_inputs, counts=(0, 600, 3, 256, 0)),
             cases={name: spec.Case({"D_in": D_in, "D_out": D_out}) for name, (D_in, D_out) in DIMS.items()},
             id="kernels/grouped_gemm-{lane}-{dtype}",

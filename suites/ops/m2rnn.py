@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.m2rnn import m2rnn, m2rnn_recurrent, m2rnn_step
+from kernels.m2rnn import m2rnn, m2rnn_step
 from kernels.m2rnn.eager import m2rnn_backward_eager, m2rnn_forward_with_states
 from suites.ops import spec
 from suites.ops.spec import Named, Outputs
@@ -133,7 +133,6 @@ SIZES = [(1, 1, 1, 1, 1), (2, 7, 2, 6, 4), (1, 13, 2, 5, 3), (1, 9, 1, 4, 16), (
 SPEC = spec.ScanSpec(
     name="m2rnn",
     run=m2rnn,
-    naive=m2rnn_recurrent,
     inputs=make_inputs,
     names="q k v W f doc_ids h0",
     step=step,
@@ -160,8 +159,6 @@ SPEC = spec.ScanSpec(
         "m2rnn",
         make_inputs,
         m2rnn,
-        m2rnn_recurrent,
-        m2rnn_recurrent,
         PER_TOKEN,
         ("h0",),
         {},

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.mamba3_mimo import Mamba3MimoState, mamba3_mimo, mamba3_mimo_recurrent, mamba3_mimo_step
+from kernels.mamba3_mimo import Mamba3MimoState, mamba3_mimo, mamba3_mimo_step
 from suites.ops import mamba3_siso as siso
 from suites.ops import spec
 from suites.ops.mamba3_siso import PER_TOKEN
@@ -23,7 +23,7 @@ NAMES = (
     "q", "k", "v", "adt", "dt", "trap", "q_bias", "k_bias", "mimo_v", "mimo_z", "mimo_out", "angles", "D", "z",
     "doc_ids", *STATE,
 )  # fmt: skip
-run, recurrence = spec.flat(mamba3_mimo, Mamba3MimoState), spec.flat(mamba3_mimo_recurrent, Mamba3MimoState)
+run = spec.flat(mamba3_mimo, Mamba3MimoState)
 
 
 def make_inputs(B=2, T=30, H=4, R=3, P=6, N=8, G=2, A=3, starts=(9, 10, 22), **more: Any) -> Named:
@@ -58,7 +58,6 @@ def refusals(**i: Any) -> list[tuple[Named, str]]:
 SPEC = spec.ScanSpec(
     name="mamba3_mimo",
     run=run,
-    naive=recurrence,
     inputs=make_inputs,
     names=" ".join(NAMES),
     step=spec.stepped(mamba3_mimo_step, Mamba3MimoState),
@@ -85,11 +84,10 @@ SPEC = spec.ScanSpec(
         "mamba3_mimo",
         make_inputs,
         partial(run, chunk_size=8),
-        recurrence,
-        partial(run, chunk_size=64, impl="eager"),
         PER_TOKEN,
         STATE,
         {"ranks apart": ranks_apart},
+        other=partial(run, chunk_size=64, impl="eager"),
         angles=(1,),
     ),
     golden=spec.Golden(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.mamba3_siso import Mamba3State, mamba3_siso, mamba3_siso_recurrent, mamba3_siso_step
+from kernels.mamba3_siso import Mamba3State, mamba3_siso, mamba3_siso_step
 from kernels.mamba3_siso.eager import mamba3_siso_backward_eager, mamba3_siso_eager
 from kernels.ssd_chunk_scan import ssd_chunk_scan_eager
 from suites.ops import spec
@@ -27,7 +27,7 @@ STATE = Mamba3State._fields
 NAMES = ("q", "k", "v", "adt", "dt", "trap", "q_bias", "k_bias", "angles", "D", "z", "doc_ids", *STATE)
 NARROW = ("q", "k", "v", "z")
 FREE = ("adt", "dt", "trap", "q_bias", "k_bias", "angles", "D", *STATE)
-run, recurrence = spec.flat(mamba3_siso, Mamba3State), spec.flat(mamba3_siso_recurrent, Mamba3State)
+run = spec.flat(mamba3_siso, Mamba3State)
 
 
 def make_inputs(
@@ -258,7 +258,6 @@ ONE_TOKEN = (2, 1, 8, 16, 16, 2, 8, 64)
 SPEC = spec.ScanSpec(
     name="mamba3_siso",
     run=run,
-    naive=recurrence,
     inputs=make_inputs,
     names=" ".join(NAMES),
     step=spec.stepped(mamba3_siso_step, Mamba3State),
@@ -282,12 +281,11 @@ SPEC = spec.ScanSpec(
         "mamba3_siso",
         make_inputs,
         partial(run, chunk_size=16),
-        recurrence,
-        partial(run, chunk_size=64, impl="eager"),
         PER_TOKEN,
         STATE,
         {"no diagonal term": without_diagonal, "noconv": noconv},
         operands=partial(run, chunk_size=16, impl="eager"),
+        other=partial(run, chunk_size=64, impl="eager"),
         angles=(1,),
         bound=lambda i, exact: {"0": rounding_bound(i)},
         forms=[partial(run, chunk_size=chunk_size) for chunk_size in (1, 64)],

@@ -15,7 +15,6 @@ from torch import Tensor
 from kernels._documents import seen_by
 from kernels.mla import mla, mla_absorbed
 from kernels.mla.eager import mla_backward_eager, mla_forward_with_lse
-from kernels.mla.naive import mla_naive
 from suites.ops import spec
 from suites.ops.spec import Named, Outputs
 from suites.support.reduce import largest
@@ -165,7 +164,6 @@ SMALL = {"B": 1, "T": 5, "H": 2, "C": 3, "P": 2, "R": 2, "Pv": 3}
 SPEC = spec.OpSpec(
     name="mla",
     run=mla,
-    naive=mla_naive,
     inputs=make_inputs,
     names=NAMES,
     cases={name: spec.Case(options=options) for name, options in CASES.items()},
@@ -181,7 +179,6 @@ SPEC = spec.OpSpec(
         # A row with one key has a gradient of 0, and the rounding noise of either side is random.
         "": spec.Comparison(
             op=mla,
-            plain=mla_naive,
             inputs=spec.naming(NAMES, make_inputs, B=4),
             seeds=4,
             cases={

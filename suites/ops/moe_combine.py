@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kernels.moe_combine import moe_combine, moe_combine_backward_eager, moe_combine_eager
-from kernels.moe_combine.naive import moe_combine_naive
 from kernels.moe_dispatch import moe_dispatch
 from suites.ops import spec
 from suites.ops.spec import Named
@@ -101,7 +100,6 @@ SMALL = {"T": 4, "K": 2, "D": 2, "E": 3}
 SPEC = spec.OpSpec(
     name="moe_combine",
     run=moe_combine,
-    naive=moe_combine_naive,
     inputs=make_inputs,
     names=NAMES,
     cases={"dropped": spec.Case({"C": 3}), "none dropped": spec.Case({"C": 24})},
@@ -118,7 +116,6 @@ SPEC = spec.OpSpec(
     comparisons={
         "": spec.Comparison(
             op=moe_combine,
-            plain=moe_combine_naive,
             inputs=spec.naming(NAMES, make_inputs, T=64, K=5, D=32, C=64),
             id="kernels/moe_combine-{lane}-{dtype}",
             rows={"error_ratio": 2.0},

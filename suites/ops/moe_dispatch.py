@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kernels.moe_dispatch import moe_dispatch, moe_dispatch_backward_eager
-from kernels.moe_dispatch.naive import moe_dispatch_naive
 from suites.ops import spec
 from suites.ops.spec import Named
 
@@ -97,7 +96,6 @@ SMALL = {"T": 5, "K": 2, "D": 2, "dtype": torch.float64}
 SPEC = spec.OpSpec(
     name="moe_dispatch",
     run=partial(moe_dispatch, **EXPERTS),
-    naive=partial(moe_dispatch_naive, **EXPERTS),
     inputs=make_inputs,
     names=NAMES,
     gradcheck={f"bucket {C}": spec.Case(SMALL, {"bucket": C}) for C in (1, 4)},
@@ -106,7 +104,6 @@ SPEC = spec.OpSpec(
     comparisons={
         "": spec.Comparison(
             op=partial(moe_dispatch, num_experts=E),
-            plain=partial(moe_dispatch_naive, num_experts=E),
             inputs=spec.naming(NAMES, make_inputs, T=40, K=5, D=16),
             cases={"": spec.Case(options={"bucket": 32})},
             id="kernels/moe_dispatch-{lane}-{dtype}",

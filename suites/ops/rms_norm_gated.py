@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kernels.rms_norm_gated import rms_norm_gated
 from kernels.rms_norm_gated.eager import rms_norm_gated_backward_eager, rms_norm_gated_eager
-from kernels.rms_norm_gated.naive import rms_norm_gated_naive
 from suites.ops import spec
 from suites.ops.spec import Named
 
@@ -112,7 +111,6 @@ CASES = {
 SPEC = spec.OpSpec(
     name="rms_norm_gated",
     run=rms_norm_gated,
-    naive=rms_norm_gated_naive,
     inputs=make_inputs,
     names=NAMES,
     cases={name: spec.Case(options=chosen) for name, chosen in CASES.items()},
@@ -135,7 +133,6 @@ SPEC = spec.OpSpec(
     comparisons={
         "": spec.Comparison(
             op=rms_norm_gated,
-            plain=rms_norm_gated_naive,
             inputs=spec.naming(NAMES, make_inputs),
             cases={name: spec.Case(options=chosen) for name, chosen in CASES.items()},
             id="kernels/rms_norm_gated-{lane}-{dtype}",

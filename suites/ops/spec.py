@@ -128,15 +128,15 @@ class Comparison:
     seeds: how many draws of each case are pooled. The maximum of few errors is random.
     id: the row's id without its metric, of {lane}, {dtype} ("bf16") and {torch} ("bfloat16").
     rows: metric -> the largest ratio. Its first word selects the outputs or the gradients, any other word both.
-    exact: the formula that in fp64 is the oracle, if it is not the plain one.
     operands: on a GPU the plain formula for 16-bit inputs, whose products then have 16-bit operands, too.
     angles: indices of outputs that are equal up to full turns.
     only_on_gpu: whether the cases are of a GPU's own paths for 16-bit inputs.
     """
 
     op: Callable[..., Any]
-    plain: Callable[..., Any]
     inputs: Callable[..., Named]
+    # The formula that the errors are relative to, if it is not impl="naive", which then is the oracle alone.
+    other: Callable[..., Any] | None = None
     cases: Mapping[str, Case] = field(default_factory=lambda: {"": Case()})
     seeds: int = 1
     id: str = ""
@@ -144,7 +144,6 @@ class Comparison:
         default_factory=lambda: {f"{way}_error_ratio": factor for way, factor in AT_MOST.items()}
     )
     only_on_gpu: bool = False
-    exact: Callable[..., Any] | None = None
     operands: Callable[..., Any] | None = None
     angles: Sequence[int] = ()
     # Wrong results that the ratio rule must reject: (comparison, inputs, right outputs) -> wrong outputs.
@@ -156,6 +155,15 @@ class Comparison:
     share: float = 0.0
     # Other functions that meet the bound.
     forms: Sequence[Callable[..., Any]] = ()
+
+    @property
+    def exact(self) -> Callable[..., Any]:
+        """The formula that in fp64 is the oracle."""
+        return partial(self.op, impl="naive")
+
+    @property
+    def plain(self) -> Callable[..., Any]:
+        return self.other or self.exact
 
     def draw(self, case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Named:
         """Return the arguments of a case."""
@@ -179,7 +187,7 @@ class Comparison:
 
     def judge(self, arguments: Named) -> Callable[[Outputs], float]:
         """Return a function of outputs that computes their worst error ratio for these arguments."""
-        functions = (self.plain, arguments), (self.exact or self.plain, doubled(arguments))
+        functions = (self.plain, arguments), (self.exact, doubled(arguments))
         plain, oracle = (self.compared(outputs_of(function(**given))) for function, given in functions)
         return lambda found: largest(
             error_ratio(*three) for three in zip(self.compared(found), plain, oracle, strict=True)
@@ -197,10 +205,10 @@ class Comparison:
             arguments = self.draw(case, dtype, device, seed)
             found = trained(self.op, arguments)
             # Rounded like the op's own: the rounding of a weight is no error of either side.
-            weights = random_weights(t for t in found[0] if not _is_integer(t))
+            weights = random_weights(t for t in found[0] if self.trains and not _is_integer(t))
             with OperandsIn(dtype) if narrow else nullcontext():
                 plain = trained(narrow or self.plain, arguments)
-            oracle = trained(self.exact or self.plain, doubled(arguments), weights)
+            oracle = trained(self.exact, doubled(arguments), weights)
             runs.append(tuple(self.named(*side) for side in (found, plain, oracle)))
             for name, t in runs[-1][0].items():
                 assert t.dtype == (arguments[name] if name in arguments else runs[-1][1][name]).dtype, name
@@ -237,14 +245,12 @@ class OpSpec:
 
     name: the folder in kernels/.
     run: the op's function of named inputs, with `impl`.
-    naive: its plain formula, differentiated by autograd.
     inputs: sizes, dtype, device and seed -> its inputs: a tuple in the order of `names`, or a dict.
     custom_op: its name in torch.ops.bumpgate without its direction, and in error messages; `name` if empty.
     """
 
     name: str
     run: Callable[..., Any]
-    naive: Callable[..., Any]
     inputs: Callable[..., Any]
     names: str
     custom_op: str = ""
@@ -288,6 +294,11 @@ class OpSpec:
     @property
     def registered(self) -> str:
         return self.custom_op or self.name
+
+    @property
+    def naive(self) -> Callable[..., Any]:
+        """The plain formula, differentiated by autograd."""
+        return partial(self.run, impl="naive")
 
     def named(self, **sizes: Any) -> Named:
         """Return inputs by name."""
@@ -514,8 +525,6 @@ def scan_comparison(
     op: str,
     make: Callable[..., Named],
     scan: Scan,
-    recurrence: Scan,
-    plain: Scan,
     per_token: Sequence[str],
     state: Sequence[str],
     faults: Mapping[str, Any],
@@ -525,8 +534,6 @@ def scan_comparison(
     return {
         "": Comparison(
             op=scan,
-            plain=plain,
-            exact=recurrence,
             inputs=naming("", make, B=8),
             seeds=8,
             id=f"kernels/{op}-{{lane}}-{{dtype}}",

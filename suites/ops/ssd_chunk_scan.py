@@ -153,7 +153,6 @@ SIZES = [(2, 37, 6, 8, 12, 2, 16), (1, 66, 6, 5, 8, 2, 64), (1, 18, 2, 16, 16, 1
 SPEC = spec.ScanSpec(
     name="ssd_chunk_scan",
     run=ssd_chunk_scan,
-    naive=ssd_chunk_scan_recurrent,
     inputs=make_inputs,
     names="x dt A Bmat Cmat D doc_ids initial_state",
     step=step,
@@ -177,8 +176,6 @@ SPEC = spec.ScanSpec(
         "ssd_chunk_scan",
         make_inputs,
         partial(ssd_chunk_scan, chunk_size=16),
-        ssd_chunk_scan_recurrent,
-        ssd_chunk_scan_recurrent,
         PER_TOKEN,
         ("initial_state",),
         {"no state between chunks": without_carry},
