@@ -55,9 +55,13 @@ def verdict_table(record: Record, where: str, *, verbose: bool = False, terminal
     if passed and not verbose:
         counts = ", ".join(f"{suite} {n}" for suite, n in sorted(passed.items()))
         entries.append((Verdict.PASS.value, STYLE[Verdict.PASS], counts, ""))
-    entries = [(label, style, printable(redacted(text)), command) for label, style, text, command in entries]
-    body = _coloured(entries, terminal) if terminal else _plain(entries)
-    return f"{body}record: {where}\n{summary(record)}"
+    return f"{listing(entries, terminal)}record: {where}\n{summary(record)}"
+
+
+def listing(entries: Iterable[Entry], terminal: int | None) -> str:
+    """Format entries, commands below their texts. terminal: width in columns; None for plain lines."""
+    safe = [(label, style, printable(redacted(text)), command) for label, style, text, command in entries]
+    return _coloured(safe, terminal) if terminal else _plain(safe)
 
 
 def summary(record: Record) -> str:

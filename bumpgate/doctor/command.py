@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -12,14 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from bumpgate.core import lanes
 from bumpgate.core.baseline import find_root
 from bumpgate.doctor.checks import CHECKS
 from bumpgate.doctor.examination import CheckResult, Site, Status, examine, healthy, make_site
+from bumpgate.table import listing
 
 SCHEMA = 1
 STYLE = {Status.OK: "green", Status.WARNING: "yellow", Status.DEFECT: "bold red", Status.NOT_RUN: "dim"}
@@ -69,20 +66,7 @@ def summary(site: Site, findings: Sequence[CheckResult]) -> str:
 
 def render(findings: Iterable[CheckResult], terminal: int | None = None) -> str:
     """Format findings in the order of the checks, fixes below defects. terminal: width in columns; None: plain."""
-    if terminal is None:
-        return "".join(
-            f"{f.status.value:<8} {f.code}  {f.check}: {f.reason}\n"
-            + (f"{'':<15} -> {f.fix}\n" if f.fix else "")
-            for f in findings
-        )
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for options in ({"no_wrap": True}, {"no_wrap": True}, {}, {"overflow": "fold"}):
-        table.add_column(**options)
-    for f in findings:
-        cell = Text(f.reason)
-        if f.fix:
-            cell.append(f"\n-> {f.fix}", style="dim")
-        table.add_row(Text(f.status.value, style=STYLE[f.status]), f.code, f.check, cell)
-    out = io.StringIO()
-    Console(file=out, force_terminal=True, width=terminal).print(table)
-    return out.getvalue()
+    return listing(
+        ((f.status.value, STYLE[f.status], f"{f.code}  {f.check}: {f.reason}", f.fix) for f in findings),
+        terminal,
+    )

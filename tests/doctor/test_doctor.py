@@ -446,9 +446,10 @@ def test_defect_exits_1_and_text_agrees_with_json(machine: Machine) -> None:
     plain, as_json = cli(machine), cli(machine, "--json")
     assert (plain.returncode, as_json.returncode, plain.stderr) == (1, 1, "")
     assert (
-        "DEFECT   BG107  cache directories: TORCHINDUCTOR_CACHE_DIR=/absent does not exist\n" in plain.stdout
+        "DEFECT        BG107  cache directories: TORCHINDUCTOR_CACHE_DIR=/absent does not exist\n"
+        in plain.stdout
     )
-    assert "\n                -> mkdir -p /absent, or export TORCHINDUCTOR_CACHE_DIR" in plain.stdout
+    assert "\n              -> mkdir -p /absent, or export TORCHINDUCTOR_CACHE_DIR" in plain.stdout
     assert plain.stdout.splitlines()[-1] == "doctor: lane cpu: not fit: 8 ok, 1 DEFECT, 11 not run"
     document = json.loads(as_json.stdout)
     assert not document["healthy"]
