@@ -20,7 +20,6 @@ from bumpgate.gate.evidence import read_judged
 from bumpgate.gate.plan import plan_for, plan_of
 from bumpgate.gate.state import NAME, SideState
 from tests.support.gating import TODAY, Machine, count, labels
-from tests.support.reports import bumpgate, held
 
 TIMED = "throughput/b/seconds"
 
@@ -91,21 +90,6 @@ def test_edited_gate_is_refused(gate: Path, edit: str) -> None:
         read_judged(gate)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("line", [("report",), ("history", "add")], ids=" ".join)
-def test_command_refuses_edited_gate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: tuple[str, ...]
-) -> None:
-    monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
-    path = held(tmp_path)
-    assert bumpgate(monkeypatch, *line, str(path)) == 0
-    raw = json.loads(path.read_text())
-    no_finding(raw, tmp_path)
-    path.write_text(json.dumps(raw))
-    capsys.readouterr()
-    assert bumpgate(monkeypatch, *line, str(path)) == 4
-    assert "the file says ADOPT with 0" in capsys.readouterr().err
 
 
 def test_verdict_with_acceptances_and_drift_is_the_same_again(machine: Machine, out: Path) -> None:

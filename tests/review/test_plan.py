@@ -67,6 +67,28 @@ def test_ratio_to_a_faster_peer_moves(label: str, expected: tuple[float, list[st
 
 
 @pytest.mark.parametrize(
+    ("decision", "value", "expected"),
+    [
+        (Decision.ADOPT, 1631, (1631, [])),
+        (Decision.ADOPT, 1620, (1620, [])),
+        (Decision.HOLD, 1700, (1629, ["aot/a/fusions"])),
+    ],
+)
+@pytest.mark.parametrize("better", ["exact", "lower"])
+def test_change_too_small_to_hold_moves(
+    decision: Decision, value: int, better: str, expected: tuple[int, list[str]]
+) -> None:
+    row = Row("aot/a/fusions", value, "count", 3, "C37", better=better, test=TEST)
+    old = replace(OLD, rows={row.id: Reviewed(1629, "count", better, test=TEST)})
+    record = Record({"lane": "cpu", "torch": "2.14.0"}, (judge(row, old, failed_instruments={}),))
+    sides = {name: SimpleNamespace(record=record) for name in ("adopted", "candidate")}
+    findings = [Finding(decision, "CHANGED", "fusions", "", (row.id,))]
+    gate: Any = SimpleNamespace(**sides, timed={}, findings=findings)
+    new, _, left = moved_baseline(gate, old, ())
+    assert (new.rows[row.id].value, left) == expected
+
+
+@pytest.mark.parametrize(
     ("value", "interval", "outcome", "expected"),
     [
         (1.5, (1.45, 1.55), "SAME", (1.0, [], [ID])),
