@@ -26,7 +26,6 @@ from bumpgate.process.tree_digest import Binding
 from bumpgate.wheels import fitting as wheels
 
 SIDES = ("adopted", "candidate")
-TITLES = {"adopted": "adopted", "candidate": "candidate", "anchor": "anchor"}
 # Rounds that a timed test keeps per process. Enough for a median: the remaining error is per-process bias.
 ROUNDS = 15
 # Variables that name the folder of a compile cache.
@@ -155,7 +154,7 @@ def _of_interpreter(name: str, python: str, root: Path, config: GateConfig, *, n
 def _of_set(name: str, wanted: Sequence[Request], root: Path, lane: str, view: View) -> EnvSpec:
     """Build the environment of a set of packages: of the first request, or the next if no index has it."""
     try:
-        with view.doing(f"{TITLES[name]}: building its environment"):
+        with view.doing(f"{name}: building its environment"):
             request, made = _first(wanted, view)
             fitted = wheels.fit(root, lane, request, made, request.find_links, view.say)
     except BuildError as error:

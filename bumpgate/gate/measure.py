@@ -17,7 +17,7 @@ from bumpgate.core.rows import Record, read_record, write_record
 from bumpgate.core.text import some
 from bumpgate.env.freeze import changes
 from bumpgate.gate import adopted_run_cache, drift, evidence
-from bumpgate.gate.environments import ROUNDS, SIDES, TITLES, side_name
+from bumpgate.gate.environments import ROUNDS, SIDES, side_name
 from bumpgate.gate.evidence import sides_of
 from bumpgate.gate.interim import Interim, certain_findings, first_answer
 from bumpgate.gate.options import GateError
@@ -70,7 +70,7 @@ def enter(bench: Bench, gate: Gate) -> Gate:
     for name, failure in unusable.items():
         if gate.paired is None or gate.paired.open_tests():
             raise GateError(
-                f"the {TITLES[name]} environment does not start any more ({one_line(failure)}): repair it, then "
+                f"the {name} environment does not start any more ({one_line(failure)}): repair it, then "
                 "--resume; what was measured is kept"
             )
     return gate
@@ -82,7 +82,7 @@ def _enter_side(bench: Bench, gate: Gate, name: str) -> tuple[Gate, str]:
     side = replace(side, command=spec.command, python="" if spec.failure else str(spec.python))
     failure = spec.failure
     if not failure:
-        with bench.view.doing(f"{TITLES[name]}: importing torch"):
+        with bench.view.doing(f"{name}: importing torch"):
             found = installed(spec.python, bench.root, bench.config.lane, spec.variables)
         failure = found.failure
         if not failure:
@@ -97,7 +97,7 @@ def _enter_side(bench: Bench, gate: Gate, name: str) -> tuple[Gate, str]:
                 wheels=dict(spec.wheels),
                 artifacts=dict(spec.artifacts),
             )
-    side = replace(side, name=side_name(TITLES[name], bench.config.candidate, side.packages))
+    side = replace(side, name=side_name(name, bench.config.candidate, side.packages))
     if not side.measured:
         side = replace(side, failure=failure)
     return gate.with_side(name, side), failure
@@ -119,7 +119,7 @@ def canaries(bench: Bench, gate: Gate, names: Sequence[str]) -> Gate:
 
 def _failed_canaries(bench: Bench, name: str, run: LaneRun) -> dict[str, str]:
     if run.code == NOTHING_SELECTED:
-        bench.view.say(f"{TITLES[name]}: this lane has no canaries")
+        bench.view.say(f"{name}: this lane has no canaries")
         return {}
     judgements = run.record.judgements if run.record else ()
     failed = {
@@ -130,7 +130,7 @@ def _failed_canaries(bench: Bench, name: str, run: LaneRun) -> dict[str, str]:
     if not failed and (run.failure or (run.record and run.record.problems)):
         failed["canaries"] = one_line(run.failure or (run.record and str(run.record.problems[0])))
     outcome = f"FAILED: {', '.join(failed)}" if failed else f"{len(judgements)} agree"
-    bench.view.say(f"{TITLES[name]}: canaries: {outcome}; {run.seconds:.0f} s")
+    bench.view.say(f"{name}: canaries: {outcome}; {run.seconds:.0f} s")
     return failed
 
 
@@ -152,11 +152,11 @@ def measure(bench: Bench, gate: Gate, names: Sequence[str]) -> Gate:
             path = bench.out / f"{name}.json"
             record = spoiled_again(bench, gate, name, run.record)
             gate = gate.changed(name, record=path.name)
-            bench.view.say(f"{TITLES[name]}: {summary(record)}")
+            bench.view.say(f"{name}: {summary(record)}")
             if name == "adopted" and not run.failure:
                 _keep(bench, gate, record)
         if run.failure:
-            bench.view.say(f"{TITLES[name]}: {run.failure} (log: {run.log})")
+            bench.view.say(f"{name}: {run.failure} (log: {run.log})")
     return gate
 
 
@@ -185,7 +185,7 @@ def recall(bench: Bench, gate: Gate) -> Gate:
         problems=record.problems,
         tests=record.tests,
     )
-    bench.view.say(f"{TITLES['adopted']}: {summary(record)}")
+    bench.view.say(f"adopted: {summary(record)}")
     bench.view.say(f"  its run of {started}: same tree, packages and host (--fresh runs it again)")
     return bench.save(gate.changed("adopted", kept=started, measured=True, record="adopted.json"))
 
@@ -295,6 +295,4 @@ def _records(bench: Bench, gate: Gate) -> dict[str, Record | None]:
 def other_packages(name: str, then: Mapping[str, str], now: Mapping[str, str]) -> GateError:
     """Return the error for resuming with a side whose environment has changed."""
     moved = changes(then, now)
-    return GateError(
-        f"the {TITLES[name]} packages differ from before ({some(moved)}): gate again, in another --out"
-    )
+    return GateError(f"the {name} packages differ from before ({some(moved)}): gate again, in another --out")

@@ -12,7 +12,7 @@ from itertools import chain
 from bumpgate.core.rows import write_atomic
 from bumpgate.gate.duet import ROUNDS as DUET_ROUNDS
 from bumpgate.gate.duet import run_duet, shares
-from bumpgate.gate.environments import ROUNDS, SIDES, TEST_SECONDS, TITLES
+from bumpgate.gate.environments import ROUNDS, SIDES, TEST_SECONDS
 from bumpgate.gate.runner import Bench
 from bumpgate.gate.sequential import decide
 from bumpgate.gate.state import Gate
@@ -83,7 +83,7 @@ class TimedRuns:
             ended = [not run.failure and run.record and run.record.complete for run in own_runs]
             lost = ", ".join(run.log.name for run, whole in zip(own_runs, ended) if not whole)
             lost = lost and f"; {ended.count(True)} of {len(ended)} processes ended, not: {lost}"
-            self.bench.view.say(f"{TITLES[name]}: compile cache {pair + 1} filled; {spent:.0f} s{lost}")
+            self.bench.view.say(f"{name}: compile cache {pair + 1} filled; {spent:.0f} s{lost}")
 
     def sessions(self, sessions: Sessions, other: str) -> None:
         """Run sessions of the candidate and `other` until every row is decided or the budget is spent.
@@ -101,7 +101,7 @@ class TimedRuns:
                 if left <= 0 or not tests:
                     self.bench.view.say("the budget is spent: rows that are still open stay INCONCLUSIVE")
                     break
-                update(f"{TITLES[other]} and candidate: {session_line(sessions)}")
+                update(f"{other} and candidate: {session_line(sessions)}")
                 quarter = sessions.started // 4
                 self._session(sessions, other, tests)
                 took = time.monotonic() - started
@@ -112,7 +112,7 @@ class TimedRuns:
                 self.bench.save(self.gate)
                 if sessions.started // 4 > quarter:
                     self.bench.view.say(
-                        f"{TITLES[other]} and candidate: {session_line(sessions)}; the longest took {longest:.0f} s"
+                        f"{other} and candidate: {session_line(sessions)}; the longest took {longest:.0f} s"
                     )
         if sessions.started > before and sessions.plan:
             outcomes = decide(sessions.log_ratios, sessions.plan, sessions.family)

@@ -24,7 +24,7 @@ from bumpgate.core.rows import (
     write_record,
 )
 from bumpgate.gate.compare_rows import direction, kinds, timed
-from bumpgate.gate.environments import ROUNDS, SIDES, TITLES
+from bumpgate.gate.environments import ROUNDS, SIDES
 from bumpgate.gate.runner import Bench
 from bumpgate.gate.state import Gate
 from bumpgate.gate.timed import MEASURED
@@ -110,9 +110,7 @@ def read_again(bench: Bench, gate: Gate) -> Gate:
             if run.record and run.record.complete:
                 _merge(bench.out / f"{name}.json", run.record, rows)
             else:
-                lost += (
-                    f"; {TITLES[name]}: not read, {run.failure or 'the run was cut short'} (log: {run.log})"
-                )
+                lost += f"; {name}: not read, {run.failure or 'the run was cut short'} (log: {run.log})"
             gate = gate.changed(name, read_again=True)
         gate = bench.save(gate)
     left = outside_on_one_side(*(read_record(bench.out / f"{name}.json") for name in SIDES))

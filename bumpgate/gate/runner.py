@@ -13,7 +13,7 @@ from pathlib import Path
 from bumpgate.core import lanes
 from bumpgate.core.rows import Record, read_record
 from bumpgate.gate.drift import Oldest, Recent
-from bumpgate.gate.environments import SIDES, TITLES, EnvSpec
+from bumpgate.gate.environments import SIDES, EnvSpec
 from bumpgate.gate.options import GateConfig
 from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.state import Gate
@@ -148,5 +148,5 @@ class Bench:
         self, names: Sequence[str], what: str, calls: Sequence[LaneCall], timeout: float | None = None
     ) -> list[LaneRun]:
         """Run these lanes at once and show which sides they belong to. timeout: wall seconds."""
-        with self.view.doing(f"{' and '.join(TITLES[name] for name in names)}: {what}"):
+        with self.view.doing(f"{' and '.join(names)}: {what}"):
             return run_lanes(calls, timeout)

@@ -231,7 +231,9 @@ def read(out: Path, plan: SessionPlan) -> Gate | None:
     except OSError as error:
         raise GateError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise GateError(f"{path}: not a gate ({one_line(error)}): name another --out") from None
+        raise GateError(
+            f"{path}: not a gate that can be resumed ({one_line(error)}): name another --out"
+        ) from None
 
 
 def parse(path: Path, raw: dict[str, Any], plan: SessionPlan | None = None) -> Gate:
