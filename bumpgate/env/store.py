@@ -43,6 +43,11 @@ def find_links(packages: Iterable[Locked]) -> list[str]:
     return [part for folder in folders for part in ("--find-links", str(folder))]
 
 
+def keep(path: Path) -> Path:
+    """Store a wheel file by its own hash, and return its path in the store, where a lock can find it."""
+    return put(Wheel(path.name, sha256_of(path)), [path.read_bytes()])
+
+
 def sha256_of(path: Path) -> str:
     """Return the hexadecimal digest of a file's bytes."""
     digest = hashlib.sha256()

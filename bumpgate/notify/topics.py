@@ -14,7 +14,7 @@ from typing import Any
 
 from bumpgate.core.errors import one_line
 from bumpgate.core.findings import Decision
-from bumpgate.core.text import redacted
+from bumpgate.core.text import redacted, some
 from bumpgate.history.known_findings import Known
 
 STORM = 5
@@ -112,8 +112,7 @@ def _message(topic: str, found: list[Known], answer: str) -> Message:
     last = max(shown, key=lambda one: one.last)
     lines = [f"{len(shown)} finding{'s' * (len(shown) != 1)}, {count}. {dates}", ""]
     if last.moved:
-        more = f" and {len(last.moved) - 10} more" if len(last.moved) > 10 else ""
-        lines += [f"moved: {', '.join(last.moved[:10])}{more}", ""]
+        lines += [f"moved: {some(last.moved, 10)}", ""]
     if answer:
         lines += [*answer.splitlines(), ""]
     for one in shown[:FINDINGS]:
@@ -127,9 +126,8 @@ def _message(topic: str, found: list[Known], answer: str) -> Message:
 
 
 def _finding(one: Known) -> list[str]:
-    more = f" and {len(one.rows) - ROWS} more" if len(one.rows) > ROWS else ""
     lines = [f"{one.key}  {one.title}"]
-    lines += [f"  rows: {', '.join(one.rows[:ROWS])}{more}"] if one.rows else []
+    lines += [f"  rows: {some(one.rows, ROWS)}"] if one.rows else []
     lines += [f"  adopted:   {one_line(line)}" for line in one.adopted[:LINES]]
     lines += [f"  candidate: {one_line(line)}" for line in one.candidate[:LINES]]
     facts = (("again", one.repro), ("owner", one.owner), ("known issue", one.issue))

@@ -12,13 +12,11 @@ from packaging.utils import canonicalize_name
 
 from bumpgate.core.errors import BumpgateError
 from bumpgate.doctor import abi
-from bumpgate.env import store as wheel_store
+from bumpgate.env import store
 from bumpgate.env.build import BuildError, Environment, NotInstallable, Request, build, release
 from bumpgate.env.cached import Say
 from bumpgate.env.inventory import Inventory, take
 from bumpgate.env.lane import LaneContext
-from bumpgate.env.locks import Wheel
-from bumpgate.env.store import sha256_of
 from bumpgate.process.child import Interpreter
 from bumpgate.process.runner import child_environment
 from bumpgate.wheels.plan import BUILD, make_target, plan
@@ -69,7 +67,7 @@ def fit(
         for c in choices
         if not c.wheel
     }
-    files = {c.package: _kept(c.wheel) for c in choices if c.wheel}
+    files = {c.package: store.keep(c.wheel) for c in choices if c.wheel}
     if files:
         wheels = tuple(f"{package} @ {path.as_uri()}" for package, path in files.items())
         request = replace(request, requirements=(*request.requirements, *wheels))
@@ -88,12 +86,6 @@ def names(reason: str, package: str) -> bool:
 def _naming(package: str, reason: str) -> str:
     """Return a reason that names the package: `bumpgate adopt --without` finds the package's rows by it."""
     return reason if names(reason, package) else f"{package}: {reason}"
-
-
-def _kept(path: Path) -> Path:
-    """Return the path of the wheel in the wheel store, where a lock can find it."""
-    wheel = Wheel(path.name, sha256_of(path))
-    return wheel_store.put(wheel, [path.read_bytes()])
 
 
 def missing(root: Path, lane: str, python: Path) -> dict[str, str]:
