@@ -61,4 +61,7 @@ def _report(row: RowRecorder, text: str) -> None:
     if better != "exact" and not (is_finite(value) and value > 0):
         raise ValueError(f"a value that is better {better} must be a finite number above 0, got {value!r}")
     id = name if "/" in name else f"command/metrics/{name}"
-    row(id, value, unit=metric["unit"], witness=1, better=better, paired=True)
+    if better == "exact":
+        row.exact(id, value, metric["unit"], seen=1, paired=True)
+    else:
+        row.cost(id, value, metric["unit"], better=better, seen=1, paired=True)

@@ -274,17 +274,6 @@ class RowRecorder:
         """Judge the counts of a compiled kernel (bumpgate.core.code.text) against the reviewed ones for this triton."""
         return self._report(id, counts, "counts", about, better="code")
 
-    def __call__(self, id: str, value: Value, *, unit: str, witness: int, **fields: Any) -> Judgement:
-        """Judge a row by the fields of bumpgate.core.rows.Row. The verbs say the same in fewer words.
-
-        better: by default "derived" if the test derived an expectation, else "exact".
-        """
-        derived = not {"expected", "at_most", "at_least"}.isdisjoint(
-            n for n, x in fields.items() if x is not None
-        )
-        fields["better"] = fields.get("better") or ("derived" if derived else "exact")
-        return self._report(id, value, unit, {"seen": witness}, **fields)
-
     def _report(self, id: str, value: Value, unit: str, about: About, **fields: Any) -> Judgement:
         """Judge a row whose witness, evidence and instruments come from `seen`; record the judgement."""
         fields |= about

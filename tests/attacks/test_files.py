@@ -16,7 +16,7 @@ GATE = ("-m", "cpu", "-n", "0", "--gate")
 SPEED = """
 @lanes("cpu")
 def test_speed(lane, row):
-    row("compile/speed/tokens", 1.0, unit="things", witness=3, rule="C6", better="BETTER", tolerance=0.1)
+    row.cost("compile/speed/tokens", 1.0, "things", seen=3, rule="C6", better="BETTER", tolerance=0.1)
 """
 ID = "compile/speed/tokens"
 TEST = "suites/compile/test_a.py::test_speed[cpu]"

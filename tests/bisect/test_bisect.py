@@ -144,15 +144,15 @@ import torch
 
 @lanes("cpu")
 def test_breaks(lane, row):
-    row("compile/model/graph_breaks", torch.graph_breaks(), expected=13, **COUNT)
+    row.count("compile/model/graph_breaks", torch.graph_breaks(), expected=13, **COUNT)
 
 @lanes("cpu")
 def test_red_everywhere(lane, row):
-    row("compile/old/graph_breaks", 2, expected=1, **COUNT)
+    row.count("compile/old/graph_breaks", 2, expected=1, **COUNT)
 
 @lanes("cpu")
 def test_red_for_a_while(lane, row):
-    row("compile/passing/graph_breaks", int(torch.__version__ in ("2.1.0", "2.2.0")), expected=0, **COUNT)
+    row.count("compile/passing/graph_breaks", int(torch.__version__ in ("2.1.0", "2.2.0")), expected=0, **COUNT)
 """
 
 

@@ -162,7 +162,7 @@ def test_gate_refuses_sides_of_different_work() -> None:
 TIMED_TEST = """
 @lanes("cpu")
 def test_time(lane, row):
-    row("compile/time/graph_breaks", 3.0, interval=(2.9, 3.1), work="batch 4", **TIMED)
+    row.timed("compile/time/graph_breaks", at(3.0, 2.9, 3.1), work="batch 4", **TIMED)
 """
 
 

@@ -132,7 +132,7 @@ def test_gpu_below_the_lanes_requirements_is_refused(needs: dict, words: str) ->
 def test_test_of_two_lanes_runs_in_each(tmp_path: Path) -> None:
     foreign = Foreign(declare(tmp_path, "[lanes.one]\n[lanes.two]\n"))
     marks = "@pytest.mark.one\n@pytest.mark.two\n"
-    row = 'row("a/b/c", 1, unit="x", witness=1, expected=1)'
+    row = 'row.count("a/b/c", 1, unit="x", seen=1, expected=1)'
     foreign.write("test_a.py", f"import pytest\n{marks}def test_a(row): {row}\n")
     for lane in ("one", "two"):
         result = foreign.pytest("-m", lane)
@@ -169,7 +169,7 @@ def test_pytest_refuses_an_invalid_declaration_in_one_line(tmp_path: Path) -> No
 def test_rows_outside_a_lane_suggest_a_declaration(tmp_path: Path) -> None:
     foreign = Foreign(tmp_path)
     foreign.write("pytest.ini", "[pytest]\n")
-    foreign.write("test_a.py", "def test_a(row): row('a/b/c', 1, unit='n', witness=1)\n")
+    foreign.write("test_a.py", "def test_a(row): row.count('a/b/c', 1, unit='n', seen=1)\n")
     bare = foreign.pytest()
     assert bare.code == 1
     assert "test_a.py::test_a has rows but no lane: declare one: [tool.bumpgate.lanes.mine]" in bare.out

@@ -114,7 +114,7 @@ def test_marked_tests_keep_their_rows(foreign: Foreign) -> None:
     foreign.write(
         "tests/test_unchanged.py",
         "import pytest\n\n@pytest.mark.mine\ndef test_a(row):\n"
-        "    row('a/b/c', 1, unit='n', witness=1, expected=1)\n",
+        "    row.count('a/b/c', 1, unit='n', seen=1, expected=1)\n",
     )
     foreign.pytest("-m", "mine")
     assert foreign.verdicts() == {"a/b/c": "MISSING"}
@@ -182,7 +182,7 @@ def test_skipped_subtest_is_not_the_outcome_of_its_test(foreign: Foreign) -> Non
 
 @pytest.mark.skipif(pytest.version_tuple < (9,), reason="pytest has subtests since 9.0")
 def test_skipped_subtest_of_a_marked_test_is_red(foreign: Foreign) -> None:
-    row = "row('a/b/c', 1, unit='n', witness=1, expected=1)"
+    row = "row.count('a/b/c', 1, unit='n', seen=1, expected=1)"
     body = f"@pytest.mark.mine\ndef test_a(row, subtests):\n    {row}\n    with subtests.test(): pytest.skip('no')\n"
     foreign.write("tests/test_unchanged.py", f"import pytest\n{body}")
     foreign.pytest("-m", "mine", "--gate")

@@ -216,7 +216,8 @@ def test_step(row, request):
     mode, side = request.config.getoption("--mode"), os.environ["SIDE"]
     with open("modes.log", "a") as log:
         print(side, mode, file=log)
-    row("speed/step/seconds", 1.5 if side == "candidate" and mode == "fp8" else 1.0, unit="s", witness=1, {kind})
+    seconds = 1.5 if side == "candidate" and mode == "fp8" else 1.0
+    row.{verb}("speed/step/seconds", seconds, "s", seen=1, {more})
 """
 SIDES = ("--python-adopted", ".adopted/python", "--python-candidate", ".candidate/python")
 GATE = ("gate", "--lane", "mine", *SIDES, "--sessions", "8")
@@ -235,7 +236,7 @@ def project(tmp_path: Path) -> Foreign:
     made.write("bumpgate.toml", LANE)
     made.write("torch.py", "")
     made.write("conftest.py", CONFTEST)
-    made.write("tests/test_step.py", TEST.format(kind='better="lower", paired=True'))
+    made.write("tests/test_step.py", TEST.format(verb="cost", more="paired=True"))
     return made
 
 
@@ -249,7 +250,7 @@ def test_sessions_run_with_the_options_of_the_selection(project: Foreign) -> Non
 
 def test_second_reading_runs_with_the_options(project: Foreign) -> None:
     """A time outside of a bound on one side is read again: in another mode it would pass."""
-    project.write("tests/test_step.py", TEST.format(kind="at_most=1.2"))
+    project.write("tests/test_step.py", TEST.format(verb="bound", more="at_most=1.2"))
     reviewed = Reviewed(1.0, "s", "derived", test="tests/test_step.py::test_step")
     (project.root / "baselines").mkdir()
     save(project.root / "baselines/mine.json", Baseline("mine", {}, {"speed/step/seconds": reviewed}))

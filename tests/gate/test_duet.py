@@ -48,12 +48,12 @@ def test_work(lane, row, exclusive_machine):
     timed = timing.interleaved(names, 40)
     (name,) = names
     seconds = sorted(timed.seconds[name])
-    row("throughput/loop/seconds", statistics.median(seconds), unit="s", witness=timed.quiet, rule="C37",
-        better="lower", tolerance=9.0, interval=(seconds[0], seconds[-1]), series=timed.paired_costs(name),
+    row.timed("throughput/loop/seconds", at(statistics.median(seconds), seconds[0], seconds[-1]), "s",
+        seen=timed.quiet, rule="C37", tolerance=9.0, series=timed.paired_costs(name),
         evidence=[str(cores), str(bool(partner() and partner().leads)), str("BUMPGATE_DUET" in os.environ)])
     waits = timed.wall_over_cpu(name)
-    row("throughput/loop/wall_over_cpu", waits.median, unit="ratio", witness=timed.quiet, rule="C37", better="lower",
-        interval=(waits.low, waits.high), paired=True, series=timed.paired_waits(name))
+    row.timed("throughput/loop/wall_over_cpu", at(waits.median, waits.low, waits.high), "ratio", seen=timed.quiet,
+        rule="C37", paired=True, series=timed.paired_waits(name))
 """
 needs_two_cores = pytest.mark.skipif(not shares(), reason="a duet needs two cores")
 

@@ -21,9 +21,9 @@ def ending():
 
 @lanes("cpu")
 def test_red(lane, row, ending):
-    row("compile/red/graph_breaks", 5, **COUNT)
+    row.count("compile/red/graph_breaks", 5, **COUNT)
     {call}
-    row("compile/new/graph_breaks", 5, paired=True, **COUNT)
+    row.count("compile/new/graph_breaks", 5, paired=True, **COUNT)
 """
 RED = "compile/red/graph_breaks"
 TEST_RED = "suites/compile/test_a.py::test_red[cpu]"

@@ -232,7 +232,7 @@ MARGINS = """
 NEW_AND_ABSENT = """
 @lanes("cpu")
 def test_new(lane, row):
-    row("compile/new/graph_breaks", 5, paired=True, **COUNT)
+    row.count("compile/new/graph_breaks", 5, paired=True, **COUNT)
 
 @lanes("cpu")
 def test_absent(lane, row, record_property):

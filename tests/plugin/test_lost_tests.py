@@ -81,11 +81,11 @@ kept = []
 @lanes("cpu")
 def test_first(lane, row):
     kept.append(row)
-    row("compile/good/graph_breaks", 13, expected=13, **COUNT)
+    row.count("compile/good/graph_breaks", 13, expected=13, **COUNT)
 
 @lanes("cpu")
 def test_second(lane):
-    kept[0]("compile/late/graph_breaks", 0, expected=13, **COUNT)
+    kept[0].count("compile/late/graph_breaks", 0, expected=13, **COUNT)
 """
 TEARDOWN = """
 kept = []
@@ -94,11 +94,11 @@ kept = []
 def summed():
     values = []
     yield values
-    kept[0]("compile/late/graph_breaks", sum(values), expected=13, **COUNT)
+    kept[0].count("compile/late/graph_breaks", sum(values), expected=13, **COUNT)
 
 @lanes("cpu")
 def test_first(lane, row, summed):
-    row("compile/good/graph_breaks", 13, expected=13, **COUNT)
+    row.count("compile/good/graph_breaks", 13, expected=13, **COUNT)
 
 @lanes("cpu")
 @pytest.mark.parametrize("i", [1, 2])

@@ -141,7 +141,7 @@ def test_good(lane, row):
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    row("compile/good/graph_breaks", 13, expected=13, **COUNT)
+    row.count("compile/good/graph_breaks", 13, expected=13, **COUNT)
 """
 
 
@@ -230,7 +230,7 @@ def test_forked_child_writes_no_record(lane: Project) -> None:
 
 def test_lane_without_rows_is_red_under_gate(lane: Project) -> None:
     for path in ("suites/compile/test_a.py", "suites/model/test_b.py"):
-        lane.tests(GOOD.partition("    row(")[0] + "    pass\n", path)
+        lane.tests(GOOD.partition("    row.count(")[0] + "    pass\n", path)
     (lane.root / "baselines/cpu.json").unlink()
     result = lane.pytest(*GATE)
     assert result.code == 1

@@ -10,7 +10,7 @@ from tests.support.project import Project
 BODY = """
 @lanes("v6e")
 def test_good(lane, row):
-    row("compile/good/graph_breaks", 13, expected=13, **COUNT)
+    row.count("compile/good/graph_breaks", 13, expected=13, **COUNT)
 
 @lanes("v6e")
 def test_only_there(lane, row):
@@ -57,7 +57,7 @@ def test_tpu_under_gate_requires_tpu_only_rows(project: Project) -> None:
 PARTS = """
 @lanes("cpu")
 def test_parts(lane, row):
-    row("compile/here/graph_breaks", 1, expected=1, **COUNT)
+    row.count("compile/here/graph_breaks", 1, expected=1, **COUNT)
     row.not_run(["compile/first/graph_breaks"], "needs a driver of R600 or later", excused={first})
     row.not_run(["compile/second/graph_breaks", "compile/third/graph_breaks"], "needs NVLink", excused=True)
 """
@@ -89,7 +89,7 @@ def test_wrong_list_of_rows_is_an_error(project: Project, call: str, message: st
     body = """
 @lanes("cpu")
 def test_a(lane, row):
-    row("compile/a/graph_breaks", 1, expected=1, **COUNT)
+    row.count("compile/a/graph_breaks", 1, expected=1, **COUNT)
 """
     project.tests(f"{body}    {call}\n")
     done = project.pytest("-m", "cpu", "-n", "0")

@@ -53,7 +53,9 @@ def test_broken_torch_fails_only_the_test_that_uses_it(tmp_path: Path, fixture: 
     foreign.write("bumpgate.toml", "[lanes.mine]\n")
     foreign.write("pytest.ini", "[pytest]\n")
     head = "import pytest\npytestmark = pytest.mark.mine\n"
-    body = f"def test_a({fixture}): pass\ndef test_b(row): row('a/b/c', 1, unit='n', witness=1, expected=1)\n"
+    body = (
+        f"def test_a({fixture}): pass\ndef test_b(row): row.count('a/b/c', 1, unit='n', seen=1, expected=1)\n"
+    )
     foreign.write("test_a.py", head + body)
     ran = foreign.pytest("-m", "mine")
     assert ran.code == 1
@@ -64,7 +66,7 @@ def test_broken_torch_fails_only_the_test_that_uses_it(tmp_path: Path, fixture: 
 def test_text_in_the_place_of_a_list_is_refused(tmp_path: Path) -> None:
     foreign = Foreign(tmp_path)
     foreign.write("bumpgate.toml", LANE)
-    row = "row('a/b/c', 1, unit='x', witness=1, expected=1, instruments='graphs')"
+    row = "row.count('a/b/c', 1, unit='x', seen=1, expected=1, instruments='graphs')"
     foreign.write("test_a.py", f"import pytest\n@pytest.mark.mine\ndef test_a(row): {row}\n")
     assert (
         "row 'a/b/c': instruments must be a list of strings, got 'graphs'" in foreign.pytest("-m", "mine").out

@@ -152,7 +152,7 @@ def test_lane_run_prints_pytests_counts_but_no_dots(project: Project) -> None:
 @pytest.mark.parametrize("plugins", ["xdist.plugin,pytest_timeout", "pytest_timeout,xdist.plugin"])
 def test_progress_is_printed_while_a_test_runs(project: Project, plugins: str) -> None:
     project.baseline(good=counted("test_good"))
-    project.tests(GOOD.replace("    row(", "    time.sleep(2)\n    row("))
+    project.tests(GOOD.replace("    row.count(", "    time.sleep(2)\n    row.count("))
     project.write(
         "suites/conftest.py", "import bumpgate.plugin.progress as p\np.ON_TERMINAL, p.IN_LOG = 0.1, 0.5\n"
     )

@@ -17,22 +17,22 @@ from tests.support.project import GOOD, Project, counted
 ALL_VERDICTS = """
 @lanes("cpu", "h200")
 def test_pass(lane, row):
-    row("compile/pass/graph_breaks", 13, expected=13, **COUNT)
+    row.count("compile/pass/graph_breaks", 13, expected=13, **COUNT)
 
 @lanes("cpu")
 def test_rows(lane, row, request):
     request.config.stash[CANARY_RESULTS] = {"graphs": "", "breaks": "breaks: read 0, known 1"}
-    row("compile/proved/graph_breaks", 4, instruments=["graphs"], **COUNT)
-    row("compile/regression/graph_breaks", 0, expected=13, evidence=["GB0007 at model.py:3"], **COUNT)
-    row("compile/changed/graph_breaks", 5, **COUNT)
-    row("compile/other_build/graph_breaks", "abc", per_build=True, **COUNT)
-    row("compile/unreviewed/graph_breaks", 1, **COUNT)
-    row("compile/failed_canary/graph_breaks", 4, instruments=["breaks"], **COUNT)
-    row("compile/no_canary/graph_breaks", 4, instruments=["ghost"], **COUNT)
-    row("compile/no_witness/graph_breaks", 4, unit="breaks", witness=0, rule="C6")
-    row("compile/win/seconds", 1.0, interval=(0.9, 1.1), **TIMED)
-    row("compile/slower/seconds", 3.0, interval=(2.9, 3.1), **TIMED)
-    row("compile/inconclusive/seconds", 2.3, interval=(1.9, 2.6), **TIMED)
+    row.count("compile/proved/graph_breaks", 4, instruments=["graphs"], **COUNT)
+    row.count("compile/regression/graph_breaks", 0, expected=13, evidence=["GB0007 at model.py:3"], **COUNT)
+    row.count("compile/changed/graph_breaks", 5, **COUNT)
+    row.exact("compile/other_build/graph_breaks", "abc", per_build=True, **COUNT)
+    row.count("compile/unreviewed/graph_breaks", 1, **COUNT)
+    row.count("compile/failed_canary/graph_breaks", 4, instruments=["breaks"], **COUNT)
+    row.count("compile/no_canary/graph_breaks", 4, instruments=["ghost"], **COUNT)
+    row.count("compile/no_witness/graph_breaks", 4, unit="breaks", seen=0, rule="C6")
+    row.timed("compile/win/seconds", at(1.0, 0.9, 1.1), **TIMED)
+    row.timed("compile/slower/seconds", at(3.0, 2.9, 3.1), **TIMED)
+    row.timed("compile/inconclusive/seconds", at(2.3, 1.9, 2.6), **TIMED)
 
 @lanes("cpu")
 def test_machine(lane, row):
@@ -121,7 +121,7 @@ def test_crash_and_hang_lose_only_their_own_rows(project: Project) -> None:
     body = """
     @lanes("cpu")
     def test_crash(lane, row):
-        row("compile/early/graph_breaks", 13, expected=13, **COUNT)
+        row.count("compile/early/graph_breaks", 13, expected=13, **COUNT)
         os.kill(os.getpid(), signal.SIGSEGV)
 
     @lanes("cpu")
@@ -446,12 +446,12 @@ def test_red_row_in_teardown_or_xfail_fails_the_run(project: Project) -> None:
     @pytest.fixture
     def late(row):
         yield
-        row("compile/late/graph_breaks", 0, expected=13, **COUNT)
+        row.count("compile/late/graph_breaks", 0, expected=13, **COUNT)
 
     @lanes("cpu")
     @pytest.mark.xfail
     def test_hidden(lane, row):
-        row("compile/hidden/graph_breaks", 0, expected=13, **COUNT)
+        row.count("compile/hidden/graph_breaks", 0, expected=13, **COUNT)
 
     @lanes("cpu")
     def test_late(lane, late):

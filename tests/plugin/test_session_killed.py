@@ -12,7 +12,7 @@ def test_killed_session_keeps_its_measured_rows(project: Project) -> None:
         """
         @lanes("cpu")
         def test_good(lane, row):
-            row("compile/good/graph_breaks", 13, expected=13, **COUNT)
+            row.count("compile/good/graph_breaks", 13, expected=13, **COUNT)
             time.sleep(5.2)  # rows are saved every five seconds
 
         @lanes("cpu")

@@ -14,18 +14,18 @@ from tests.support.project import REPO, Project, counted
 BODY = """
 @lanes("cpu")
 def test_rows(lane, row):
-    row("compile/changed/graph_breaks", 5, evidence=["GB0007 at model/hybrid.py:88"], **COUNT)
-    row("compile/slower/seconds", 3.0, interval=(2.9, 3.1), **TIMED)
+    row.count("compile/changed/graph_breaks", 5, evidence=["GB0007 at model/hybrid.py:88"], **COUNT)
+    row.timed("compile/slower/seconds", at(3.0, 2.9, 3.1), **TIMED)
 
 @lanes("cpu")
 def test_assert(lane, row):
-    row("compile/good/graph_breaks", 13, expected=13, **COUNT)
+    row.count("compile/good/graph_breaks", 13, expected=13, **COUNT)
     assert len("ab") == 3
 
 @lanes("cpu")
 def test_later(lane, row):
-    row("compile/one/graph_breaks", 1, **COUNT)
-    row("compile/two/graph_breaks", 1, **COUNT)
+    row.count("compile/one/graph_breaks", 1, **COUNT)
+    row.count("compile/two/graph_breaks", 1, **COUNT)
 """
 RULE = "C6: graph breaks are where the policy puts them, counted, and nowhere else"
 

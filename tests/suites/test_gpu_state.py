@@ -261,8 +261,8 @@ def test_gpu_is_locked_by_its_uuid(nvml, tmp_path: Path) -> None:
 BODY = """
 @lanes("LANE")
 def test_time(lane, row, exclusive_machine):
-    row("compile/exact/graph_breaks", 13, expected=13, **COUNT)
-    row("compile/timed/seconds", 1.0, interval=(0.9, 1.1), **TIMED)
+    row.count("compile/exact/graph_breaks", 13, expected=13, **COUNT)
+    row.timed("compile/timed/seconds", at(1.0, 0.9, 1.1), **TIMED)
 """
 
 # The locks of the fake GPU are kept apart from those of real ones.

@@ -35,10 +35,10 @@ TEST = """
 @lanes("cpu")
 def test_facts(lane, row):
     import torch
-    row("release/facts/category", torch.CATEGORY, unit="text", witness=1, rule="R1")
-    row("release/facts/graph_breaks", torch.BREAKS, unit="breaks", witness=1, rule="C6", expected=13)
-    row("release/facts/code_hash", torch.HASH, unit="text", witness=1, rule="R1", per_build=True)
-    row("release/facts/saved_bytes", torch.BYTES, unit="bytes", witness=1, rule="R1", better="lower", tolerance=0.01)
+    row.exact("release/facts/category", torch.CATEGORY, "text", seen=1, rule="R1")
+    row.count("release/facts/graph_breaks", torch.BREAKS, unit="breaks", seen=1, rule="C6", expected=13)
+    row.exact("release/facts/code_hash", torch.HASH, "text", seen=1, rule="R1", per_build=True)
+    row.cost("release/facts/saved_bytes", torch.BYTES, "bytes", seen=1, rule="R1", tolerance=0.01)
 """
 VERSIONS = {
     "9.9.0": {"CATEGORY": "DeprecationWarning", "BREAKS": 13, "HASH": "aaaa", "BYTES": 100},

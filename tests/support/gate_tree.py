@@ -25,7 +25,7 @@ CANARY = """
 def test_canary(lane, row, request):
     reason = os.environ.get("CANARY", "")
     request.config.stash[CANARY_RESULTS] = {"graphs": reason}
-    row("canaries/graphs/agrees", not reason, unit="bool", witness=1, rule="I1", expected=True, evidence=[reason],
+    row.bound("canaries/graphs/agrees", not reason, "bool", seen=1, rule="I1", expected=True, evidence=[reason],
         instruments=["graphs"])
 """
 # The same loop under both names, so that effects of memory layout cancel; SLOWER lengthens one of them. In the order
@@ -48,8 +48,8 @@ def ratio(a, b):
 def test_times(lane, row):
     for case, factor in (("same", 1.0), ("slow", float(os.environ.get("SLOWER", "1")))):
         ratios = sorted(ratio(int(30000 * factor), 30000) for _ in range(41))
-        row(f"throughput/{case}/ratio", ratios[20], unit="ratio", witness=3, rule="C37", better="lower",
-            tolerance=9.0, interval=(ratios[14], ratios[26]))
+        timing = at(ratios[20], ratios[14], ratios[26])
+        row.timed(f"throughput/{case}/ratio", timing, "ratio", seen=3, rule="C37", tolerance=9.0)
 """
 TIMED = ("throughput/same/ratio", "throughput/slow/ratio")
 

@@ -26,7 +26,7 @@ from suites.support.absent import not_run
 def test_peer(lane, name, row):
     if reason := not_run(row, lane, [f"kernels/{name}/over_peer"], [name]):
         pytest.skip(f"not run: {reason}")
-    row(f"kernels/{name}/over_peer", __import__(name).SPEED, unit="ratio", witness=1, rule="R1")
+    row.exact(f"kernels/{name}/over_peer", __import__(name).SPEED, "ratio", seen=1, rule="R1")
 """
 TABLES = """
 [wheels.fast]

@@ -29,17 +29,21 @@ EXISTING_BYTECODE = {"PYTHONPYCACHEPREFIX": "", "PYTHONDONTWRITEBYTECODE": "1"}
 
 HEAD = """
 import os, signal, time
+from types import SimpleNamespace
 import pytest
 from suites.support.lanes import lanes
 from bumpgate.plugin.rows import CANARY_RESULTS, InfraError
-COUNT = dict(unit="breaks", witness=3, rule="C6")
-TIMED = dict(unit="s", witness=3, rule="C37", better="lower", tolerance=0.1)
+COUNT = dict(unit="breaks", seen=3, rule="C6")
+TIMED = dict(unit="s", seen=3, rule="C37", tolerance=0.1)
+
+def at(median, low, high):
+    return SimpleNamespace(median=median, low=low, high=high)
 """
 
 GOOD = """
 @lanes("cpu")
 def test_good(lane, row):
-    row("compile/good/graph_breaks", 13, expected=13, **COUNT)
+    row.count("compile/good/graph_breaks", 13, expected=13, **COUNT)
 """
 
 

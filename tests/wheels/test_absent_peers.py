@@ -30,9 +30,9 @@ from suites.support.absent import not_run
 @lanes("cpu")
 def test_speed(lane, row):
     missing = not_run(row, lane, ["kernels/a/over_peer"], ["no_such_peer"])
-    row("kernels/a/milliseconds", 1, expected=1, **COUNT)
+    row.count("kernels/a/milliseconds", 1, expected=1, **COUNT)
     if not missing:
-        row("kernels/a/over_peer", 1, expected=1, **COUNT)
+        row.count("kernels/a/over_peer", 1, expected=1, **COUNT)
 """
 TEST = "suites/compile/test_a.py::test_speed[cpu]"
 REASON = "no wheel for this torch; nvcc is not on PATH"
@@ -104,7 +104,9 @@ def test_own_variables_set_by_a_shell_are_refused(reviewed: Project, name: str) 
 @planted("C39", "a row of an own kernel that vanishes together with the peer's")
 def test_other_row_lost_with_the_peer_is_missing(reviewed: Project) -> None:
     reviewed.tests(
-        BODY.replace('    row("kernels/a/milliseconds"', '    missing or row("kernels/a/milliseconds"')
+        BODY.replace(
+            '    row.count("kernels/a/milliseconds"', '    missing or row.count("kernels/a/milliseconds"'
+        )
     )
     done = reviewed.pytest("-m", "cpu", "-n", "0")
     assert done.code == 1
