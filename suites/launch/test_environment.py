@@ -11,7 +11,7 @@ import mmap
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,9 @@ from launch import contract as contracts
 from launch.contract import ContractError, load
 from launch.data import SyntheticBatches
 from launch.environment import RETRY, check, child_environment
+from launch.retry import load_retry
 from launch.train import Trainer, TrainingPlan, main
+from launch.warmup import load_warmup
 from model import preset
 from suites.launch.conftest import Checkout, Launcher, known
 from suites.support.child import ROOT
@@ -248,6 +250,47 @@ def test_contract_with_a_misshapen_field_is_refused(lane: Lane, checkout: Checko
         checkout.contract.write_text(wrong)
         with pytest.raises(ContractError, match=words):
             load(checkout.contract)
+
+
+SKIPS_XLA = 'when = { device = "xla" }'
+
+
+@lanes("cpu")
+@pytest.mark.parametrize(
+    ("read", "old", "new", "words"),
+    [
+        (
+            load_retry,
+            "[retry.error.bootstrap]",
+            "[retry.error.x]",
+            r"\[retry.error.x\] is no family of bumpgate/logs",
+        ),
+        (
+            load_retry,
+            "[retry.error.bootstrap]",
+            "[retry.error.graph_break]",
+            "is no family of .* that alerts",
+        ),
+        (load_retry, "[retry.times]", "[retry.often]", r"\[retry\] is missing or misshapen"),
+        (load_retry, 'value = "cuda"', 'value = "x"', "lazy_groups or skip_barrier has an unknown value"),
+        (load_warmup, SKIPS_XLA, "when = { }", r"\[warmup.skip.xla\]: `when` names no field"),
+        (load_warmup, SKIPS_XLA, 'when = { chip = "v6e" }', r"\[warmup.skip.xla\]: `when` names no field"),
+        (
+            load_warmup,
+            "[warmup.monitoring]",
+            "[warmup.x]",
+            r"\[warmup\] is missing or misshapen \('monitoring'\)",
+        ),
+    ],
+)
+def test_invalid_table_of_the_contract_is_refused(
+    lane: Lane, read: Callable[[Path], object], old: str, new: str, words: str, tmp_path: Path
+) -> None:
+    text = contracts.PATH.read_text()
+    assert text.count(old) == 1
+    (path := tmp_path / "contract.toml").write_text(text.replace(old, new))
+    with pytest.raises(ContractError, match=words):
+        read(path)
 
 
 def trainer(policy: str, backend) -> Trainer:

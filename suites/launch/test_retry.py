@@ -19,10 +19,8 @@ from pathlib import Path
 import pytest
 
 from bumpgate.logs import classify, load_families
-from launch import contract as contracts
 from launch import retry as retries
 from launch.children import ChildError
-from launch.contract import ContractError
 from launch.environment import RETRY, RUN
 from launch.retry import BEGUN, DEBUG, REASON, Stall, failure, load_retry, main, passed, relaunch, supervise
 from suites.support.child import ROOT
@@ -215,24 +213,6 @@ def test_last_traceback_decides_the_failure() -> None:
     error = ChildError("a", 1, "exit 1", [*survived, TRACE, *nan[1:]])
     assert relaunch(load_retry(), error, {}, begun=False)[0] is None
     assert failure(both)[0] == "disk_full", "the first class of the contract has a line that two would have"
-
-
-def test_invalid_retry_table_is_refused(tmp_path: Path) -> None:
-    text = contracts.PATH.read_text()
-    for old, new, words in (
-        (
-            "[retry.error.bootstrap]",
-            "[retry.error.bootstrop]",
-            r"\[retry.error.bootstrop\] is no family of bumpgate/logs",
-        ),
-        ("[retry.error.bootstrap]", "[retry.error.graph_break]", "is no family of .* that alerts"),
-        ("[retry.times]", "[retry.often]", r"\[retry\] is missing or misshapen"),
-        ('value = "cuda"', 'value = "sometimes"', "lazy_groups or skip_barrier has an unknown value"),
-    ):
-        assert text.count(old) == 1
-        (tmp_path / "contract.toml").write_text(text.replace(old, new))
-        with pytest.raises(ContractError, match=words):
-            load_retry(tmp_path / "contract.toml")
 
 
 # A rank on gloo. In the first launch rank 0 fails as a retry in the reports did, and rank 1 waits for it.

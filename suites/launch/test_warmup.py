@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 
 from bumpgate.plugin.instruments import DynamoWatch, reset_dynamo
-from launch import contract as contracts
 from launch import train
-from launch.contract import ContractError
 from launch.data import SyntheticBatches
 from launch.programs import ProgramBudgetError
 from launch.train import Trainer, TrainingPlan
@@ -63,23 +60,6 @@ def test_each_skip_table_is_needed() -> None:
         missed = wrong(without)
         assert missed, name
         assert not any(map(warm_up_expected, missed))
-
-
-def test_invalid_warm_up_table_is_refused(tmp_path: Path) -> None:
-    text = contracts.PATH.read_text()
-    for old, new, words in (
-        ('when = { device = "xla" }', "when = { }", r"\[warmup.skip.xla\]: `when` names no field"),
-        (
-            'when = { device = "xla" }',
-            'when = { chip = "v6e" }',
-            r"\[warmup.skip.xla\]: `when` names no field",
-        ),
-        ("[warmup.monitoring]", "[warmup.other]", r"\[warmup\] is missing or misshapen \('monitoring'\)"),
-    ):
-        assert text.count(old) == 1
-        (tmp_path / "contract.toml").write_text(text.replace(old, new))
-        with pytest.raises(ContractError, match=words):
-            load_warmup(tmp_path / "contract.toml")
 
 
 @planted("C12", "no warm-up, and the first step marks no axis")

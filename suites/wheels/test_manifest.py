@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -94,22 +93,7 @@ def test_every_wheel_smoke_case_is_a_shape_of_the_model(lane: Lane) -> None:
 
 @lanes("cpu")
 def test_development_build_belongs_to_the_coming_release(lane: Lane) -> None:
-    assert Version(NIGHTLY) < Version("2.12")
-    assert not SpecifierSet(">=2.12").contains(NIGHTLY, prereleases=True), (
-        "why `release` is used, not PEP 440"
-    )
     assert packages.release(NIGHTLY) == packages.release("2.12.0a0+git21fec65") == Version("2.12.0")
-    order = [
-        "2.9.0a0+git21fec65",
-        "2.9.1",
-        "2.10.0+cu128",
-        "2.10.0+cu130",
-        "2.11.0a0+git7afdbae",
-        NIGHTLY,
-        "2.12.0",
-    ]
-    assert all(Version(older) < Version(newer) for older, newer in pairwise(order))
-    assert "2.9" > "2.12", "as text"
     assert packages.same_minor(NIGHTLY, "2.12")
     assert not packages.same_minor(NIGHTLY, "2.1.2")
     exact = SpecifierSet(f"=={NIGHTLY}")
