@@ -263,6 +263,9 @@ def test_resumed_gate_needs_both_environments(project: Foreign) -> None:
     """If one does not start any more, the gate ends with one line and keeps what it measured."""
     first = project.bumpgate(*GATE, "--budget", "0", *FP8)
     assert first.code == 125, first.out + first.err
+    line = first.err.splitlines()[-1]
+    assert line.startswith("the budget ended before every timed row was decided. Resume with: bumpgate gate")
+    assert " --resume" in line
     python = project.root / ".candidate/python"
     python.write_text("#!/bin/sh\necho libcudart.so.13: cannot open >&2; exit 1\n")
     again = project.bumpgate(*GATE, "--resume", *FP8)

@@ -563,21 +563,6 @@ def test_unchanged_pair_is_adopted_with_separate_caches(tree: Tree) -> None:
     assert len(quiet) == 8, "one line per step without a terminal"
 
 
-def test_gate_at_its_budget_resumes_to_the_same_verdict(tree: Tree) -> None:
-    ended = tree.gate("--budget", "0")
-    assert ended.code == 125, ended.out + ended.err
-    line = ended.err.splitlines()[-1]
-    assert line.startswith("the budget ended before every timed row was decided. Resume with: bumpgate gate")
-    assert (line.endswith("--resume"), tree.raw()["sessions"]["started"]) == (True, 0)
-    started = tree.raw()["started"]
-
-    resumed = tree.gate("--resume")
-    assert resumed.code == 0, resumed.out + resumed.err
-    assert "nothing was measured now" not in resumed.out
-    assert (tree.raw()["started"], tree.raw()["decision"]) == (started, "ADOPT")
-    assert tree.raw()["sessions"]["started"] >= min(look.sessions for look in SessionPlan().looks)
-
-
 FAILURES = {
     "canary": ({"CANARY": "read 0"}, 125, "INSTRUMENT instrument graphs: read 0"),
     "raises": (
