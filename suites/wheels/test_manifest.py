@@ -165,11 +165,11 @@ requires-python = "==3.12.*"
 [[packages]]
 name = "torch"
 version = "2.14.1"
-wheels = [{ name = "torch-2.14.1.whl", path = "t", hashes = { sha256 = "AAAA" } }]
+wheels = [{ name = "torch-2.14.1-py3-none-any.whl", path = "t", hashes = { sha256 = "AAAA" } }]
 [[packages]]
 name = "triton"
 version = "3.8.0"
-wheels = [{ name = "triton-3.8.0.whl", path = "t", hashes = { sha256 = "BBBB" } }]
+wheels = [{ name = "triton-3.8.0-py3-none-any.whl", path = "t", hashes = { sha256 = "BBBB" } }]
 """.replace("AAAA", "a" * 64).replace("BBBB", "b" * 64)
 
 
@@ -222,7 +222,9 @@ source = "here"
 python = ">=3.10"
 torch = "==2.9.0"
 """
-CPU_LOCK = Lock((Locked("torch", "2.13.0+cpu", (Wheel("torch.whl", "a" * 64),)),), "3.11")
+CPU_LOCK = Lock(
+    (Locked("torch", "2.13.0+cpu", (Wheel("torch-2.13.0+cpu-py3-none-any.whl", "a" * 64),)),), "3.11"
+)
 
 
 @pytest.mark.parametrize(
