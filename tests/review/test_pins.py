@@ -47,7 +47,8 @@ NEW = {"torch": "2.15.0", "flash-attn": "2.8.3"}
 
 
 def lock_of(versions: dict[str, str], python: str = "") -> Lock:
-    found = (Locked(n, v, (Wheel(f"{n}-{v}-py3-none-any.whl", "0" * 64),)) for n, v in versions.items())
+    files = {n: Wheel(f"{n.replace('-', '_')}-{v}-py3-none-any.whl", "0" * 64) for n, v in versions.items()}
+    found = (Locked(n, v, (files[n],)) for n, v in versions.items())
     return Lock(tuple(found), python)
 
 
