@@ -226,7 +226,7 @@ OPTIONS = {
         ("--candidate", "torch==9.10.0", *WITHOUT),
         "bumpgate: torch==9.10.0: error: No solution found when resolving dependencies",
     ),
-    "no requirement": (("--candidate", "torch = 9", *WITHOUT), "invalid candidate 'torch = 9' (expected "),
+    "no requirement": (("--candidate", "torch = 9", *WITHOUT), "invalid candidate 'torch = 9' ("),
     "no such version": (
         ("--candidate", "torch==9.99", *WITHOUT),
         "bumpgate: torch==9.99: error: No solution found",
