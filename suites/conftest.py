@@ -35,7 +35,7 @@ def pytest_bumpgate_canaries() -> Mapping[str, Callable[[], None]]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_bumpgate_calibrations(lane: Lane) -> Mapping[str, Callable[[], float]]:
-    from suites.calibration.measures import measures
+    from suites.support.calibrations import measures
 
     return {id: measure.function for id, measure in measures(lane).items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bumpgate.plugin.rows import CALIBRATIONS
-from suites.calibration.measures import measures
+from suites.support.calibrations import measures
 from suites.support.lanes import Lane, lanes
 
 

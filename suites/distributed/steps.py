@@ -16,8 +16,8 @@ from launch.data import PackedBatches, TokenFile
 from launch.dist.ranks import Ranks
 from launch.train import Trainer, TrainingPlan
 from model import preset
-from suites.calibration.measures import OF_GPU
 from suites.distributed.training import CORPUS
+from suites.support.calibrations import OF_GPU
 from suites.support.instruments import compile_phases, peak_rss_bytes
 
 ROUNDS = 5

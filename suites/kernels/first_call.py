@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from bumpgate.core.rows import write_atomic
-from suites.calibration.measures import OF_HOST
 from suites.kernels.peer_tuning import tuned_case
+from suites.support.calibrations import OF_HOST
 from suites.support.child import print_result
 from suites.support.gpu_timing import forward_and_backward
 from suites.support.instruments import cpu_seconds

@@ -24,7 +24,7 @@ from bumpgate.process.runner import LaneCall, LaneRun
 from tests.support.gate_tree import Tree
 from tests.support.gating import Machine, attach, count, labels
 
-ROW = "kernels/a/first_call_seconds"
+ROW = "kernels/a/first_call_cpu_seconds"
 TEST = "suites/kernels/test_s.py::test_first_call[a-cpu]"
 ON_GPU = GateConfig("h200", candidate="torch==2.14.0")
 
@@ -114,7 +114,8 @@ def test_fast_gate_reads_no_time_again(machine: Machine, out: Path) -> None:
 def test_many_tests_outside_are_no_accident(tests: int, read: bool) -> None:
     before, after = (
         Record(
-            {}, tuple(reading(x, f"kernels/k{i}/first_call_seconds", test=f"t::{i}") for i in range(tests))
+            {},
+            tuple(reading(x, f"kernels/k{i}/first_call_cpu_seconds", test=f"t::{i}") for i in range(tests)),
         )
         for x in (19.0, 21.0)
     )
@@ -310,7 +311,7 @@ def test_first_call(lane, row):
     seconds = 20.46 if os.environ["SIDE"] == "candidate" and not again else 13.1 + again
     entries = len(os.listdir(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
     open(os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "compiled"), "w").close()
-    row.bound("kernels/a/first_call_seconds", seconds, "s", rule="C37", at_most=20, seen=1,
+    row.bound("kernels/a/first_call_cpu_seconds", seconds, "s", rule="C37", at_most=20, seen=1,
         evidence=[f"{entries} entries, worker {os.environ.get('PYTEST_XDIST_WORKER')}"])
 """
 
@@ -350,7 +351,7 @@ def test_time_to_be_read_again_does_not_hold_so_far(tmp_path: Path, again: bool)
         write_record(records[name], {"lane": "cpu"}, [reading(seconds)], complete=False)
     sides = {name: Side(name, None) for name in records}
     interim = Interim("cpu", sides, records, time.monotonic() - 90, print, again)
-    held = f"1.5 min: HOLD so far: REGRESSION first_call_seconds: 20.46 s; {ROW}"
+    held = f"1.5 min: HOLD so far: REGRESSION first_call_cpu_seconds: 20.46 s; {ROW}"
     assert interim.look(progress=True) == (
         ["1.5 min: 1 row compared: none holds so far"] if again else [held]
     )
