@@ -47,13 +47,16 @@ class OpDefinition:
     backward: bool
 
 
-def op_definitions(namespace: str) -> dict[str, OpDefinition]:
-    """Return name -> definition of every torch.library.custom_op of the namespace imported in this process."""
+def op_definitions(namespace: str, package: str = "") -> dict[str, OpDefinition]:
+    """Return name -> definition of every torch.library.custom_op of the namespace imported in this process.
+
+    package: only ops whose body is in a module that begins so.
+    """
     known = ((name.partition("::"), op) for name, op in OPDEFS.items())
     return {
         name: OpDefinition(op._abstract_fn is not None, op._backward_fn is not None)
         for (space, _, name), op in known
-        if space == namespace
+        if space == namespace and op._init_fn.__module__.startswith(package)
     }
 
 
