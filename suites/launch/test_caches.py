@@ -79,7 +79,7 @@ def test_disk_full_while_compiling(checkout: Checkout, tmp_path: Path, row) -> N
         run.code,
         "exit code",
         expected=5,
-        seen=run.err,
+        seen=run.err.splitlines(),
         rule="C19",
     )
     assert run.line.startswith("disk full: ")
