@@ -34,5 +34,5 @@ def test_fast_without_a_lane_is_refused_in_one_line(project: Project) -> None:
     project.tests(GOOD)
     done = project.pytest("-n", "0", "--fast")
     assert done.code == 4, done.out + done.err
-    assert "ERROR: --fast is a part of a lane: add -m cpu | h200" in done.err
+    assert "ERROR: --fast is a part of a lane: add -m cpu | h100 | h200" in done.err
     assert "Traceback" not in done.out + done.err
