@@ -234,12 +234,14 @@ def test_tier_rows_are_required_in_their_own_environment_only(project: Project) 
 def test_kernel_that_this_triton_does_not_launch_is_listed(project: Project) -> None:
     """Its row has no value for this version; a row with one stays required, and --prune drops that value."""
     path = "suites/kernels/codegen/test_kernels.py"
-    body = GOOD.replace("compile/good", "compile/new").replace("13, expected=13", '"spills=0"')
-    project.tests(body.replace("**COUNT", '**COUNT | {"better": "code"}'), path)
+    called = 'row.code("compile/new/graph_breaks", "spills=0", seen=3, rule="C6")'
+    project.tests(
+        GOOD.replace('row.count("compile/good/graph_breaks", 13, expected=13, **COUNT)', called), path
+    )
     project.write("triton-3.9.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: triton\nVersion: 3.9.0\n")
     rows = {
         name: Reviewed(
-            None, "breaks", "code", test=f"{path}::test_good[cpu]", values=dict.fromkeys(versions, "spills=0")
+            None, "counts", "code", test=f"{path}::test_good[cpu]", values=dict.fromkeys(versions, "spills=0")
         )
         for name, versions in {"old": ["3.7.1"], "new": ["3.9.0"], "both": ["3.7.1", "3.9.0"]}.items()
     }
