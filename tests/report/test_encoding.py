@@ -139,7 +139,10 @@ def test_loads_replaces_lone_surrogates_only() -> None:
 
 
 def test_text_of_a_row_is_the_same_in_record_and_baseline(project: Project) -> None:
-    project.tests(GOOD.replace("13, expected=13", r"'\udc80', evidence=['\udc81']"))
+    called = (
+        r"row.exact('compile/good/graph_breaks', '\udc80', 'breaks', evidence=['\udc81'], seen=3, rule='C6')"
+    )
+    project.tests(GOOD.replace('row.count("compile/good/graph_breaks", 13, expected=13, **COUNT)', called))
     project.baseline(good=counted("test_good", SHOWN, "exact"))
     done = project.pytest("-m", "cpu", "-n", "0", PYTHONIOENCODING="utf-8")
     assert done.code == 0, done.out
