@@ -347,7 +347,7 @@ def test_lane_run_refuses_broken_accepted_file(project: Project) -> None:
     done = project.pytest(*RUN)
     assert done.code == 4
     assert "baselines/accepted.toml: not TOML" in done.err
-    assert not (project.root / "record.json").exists()
+    assert not project.record().complete
 
 
 def test_shipped_accepted_file_loads() -> None:
