@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -143,9 +144,10 @@ def test_speeds_are_measured_without_the_peer(
         monkeypatch.setattr(speed, name, lambda *_, value=value: value)
     monkeypatch.setattr(speed, "milliseconds", lambda call: Timing(1.0, 0.9, 1.1))
     rows: list[str] = []
-    speed.SpeedRows(lambda id, *_, **__: rows.append(id))(
-        "attention-P64", peer_tuning.tuned_case("attention-P64", 1)
-    )
+    recorder = mock.Mock()
+    for verb in (recorder.timed, recorder.cost, recorder.bound):
+        verb.side_effect = lambda id, *_, **__: rows.append(id)
+    speed.SpeedRows(recorder)("attention-P64", peer_tuning.tuned_case("attention-P64", 1))
     metrics = ("milliseconds", "roofline_fraction")
     assert rows == [f"kernels/attention-P64/{way}_{metric}" for way in speed.WAYS for metric in metrics]
 
