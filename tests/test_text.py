@@ -22,10 +22,10 @@ SECRET = "SECRETPW-1234"
 @pytest.mark.parametrize(
     "text",
     [
-        f"--index http://user:{SECRET}@host/simple",
+        f"--index http://user:{SECRET}@host/index",
         f"torch @ http://user:{SECRET}@host/x.whl",
-        f"https://{SECRET}@host/simple: 404",
-        f"https://u:with@{SECRET}@host/simple: 404",
+        f"https://{SECRET}@host/index: 404",
+        f"https://u:with@{SECRET}@host/index: 404",
         f"postgresql+psycopg://h/x?password={SECRET}",
         f"https://h/x?a=1&X-Amz-Signature={SECRET}&b=2",
         f"https://h/x?access_token={SECRET}",
@@ -50,7 +50,7 @@ def test_no_secret_is_left_in_a_text(text: str, monkeypatch: pytest.MonkeyPatch)
     "text",
     [
         "git@github.com: denied",
-        "https://host/simple/torch-2.0-cp311-cp311-linux_x86_64.whl#sha256=0123",
+        "https://host/index/torch-2.0-cp311-cp311-linux_x86_64.whl#sha256=0123",
         "tests/test_a.py::test_b[cpu:0@2]",
         "seed=3; tokens=64; a mail to a@b.c",
         "true",
@@ -59,7 +59,7 @@ def test_no_secret_is_left_in_a_text(text: str, monkeypatch: pytest.MonkeyPatch)
 def test_other_text_is_kept(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "tests/test_a.py")
     monkeypatch.setenv("SOME_TOKEN", "true")  # too short for a secret
-    monkeypatch.setenv("SECRET_FILE", "https://host/simple/")
+    monkeypatch.setenv("SECRET_FILE", "https://host/index/")
     assert redacted(text) == text
 
 

@@ -111,7 +111,7 @@ def requests(config: GateConfig, root: Path, how: RunOptions) -> dict[str, list[
     A candidate of torch is requested in the adopted variant first, such as 2.15.0+cpu.
     """
     if how.index is not None and not re.match(r"(https?|file)://.", how.index):
-        raise GateError(f"--index {redacted(how.index)}: must be a URL such as https://HOST/simple")
+        raise GateError(f"--index {redacted(how.index)}: must be a URL such as https://HOST/index")
     sources: dict[str, Any] = {"index": how.index, "find_links": how.find_links}
     lock = LaneContext(root, config.lane).lock
     texts = {

@@ -34,7 +34,7 @@ def test_resume_line_repeats_the_options() -> None:
         bad="2.1.0",
         lane="cpu",
         selection=("suites", "-k", "a b"),
-        index="https://user:secret@example.org/simple",
+        index="https://user:secret@example.org/index",
         find_links=("wheels",),
         extra=("numpy<2",),
         timeout=2.5,
@@ -44,7 +44,7 @@ def test_resume_line_repeats_the_options() -> None:
         disk="40G",
     )
     assert options.resume_line("bisect") == (
-        "bumpgate bisect --lane cpu --package torch --good 2.0.0 --bad 2.1.0 --index https://example.org/simple"
+        "bumpgate bisect --lane cpu --package torch --good 2.0.0 --bad 2.1.0 --index https://example.org/index"
         " --timeout 2.5 --confidence 0.98 --budget 9 --find-links wheels --with 'numpy<2' --find-fix"
         " --out bisect-torch-2.0.0-2.1.0 --no-attribution --disk 40G --resume -- suites -k 'a b'"
     )

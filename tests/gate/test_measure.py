@@ -689,7 +689,7 @@ REFUSALS = {
     "its marker excludes this Python": (
         *("gate", "--lane", "cpu", "--candidate", "torch==1; python_version < '3'"),
     ),
-    "must be a URL such as https://HOST/simple": (
+    "must be a URL such as https://HOST/index": (
         *("gate", "--lane", "cpu", "--candidate", "torch==1", "--index", "/nowhere"),
     ),
 }
