@@ -48,6 +48,12 @@ def measures(lane: Lane) -> dict[str, Measure]:
     return {**OF_HOST, **(OF_GPU if lane.device == "cuda" else {})}
 
 
+def of_process() -> dict[str, float]:
+    """Return what bounds the first step of a process that compiles, measured in this process."""
+    bounds = ("calibration/host/", "calibration/compiler/")
+    return {id: measure.function() for id, measure in OF_HOST.items() if id.startswith(bounds)}
+
+
 def fastest(function: Callable[[], object]) -> float:
     """Return the CPU milliseconds of the fastest of a few calls."""
     times = []

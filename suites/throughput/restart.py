@@ -18,10 +18,11 @@ from pathlib import Path
 def main(name: str, policy: str, claim: str = "") -> dict[str, object]:
     """Return seconds of the first step and, before it, of the ops' own kernels; cache counts and contents.
 
-    loss: of another batch. code: files by their time.
+    loss: of another batch. code: files by their time. host: calibrations of what bounds the seconds.
     """
     from bumpgate.plugin.instruments import cache_counts
     from suites.cache.programs import compiled_code
+    from suites.support.calibrations import of_process
     from suites.support.gpu_memory import claimed
     from suites.support.instruments import autotune_count
     from suites.throughput.full_size import GIB, STACK_GIB, full_size, load_kernels
@@ -42,6 +43,7 @@ def main(name: str, policy: str, claim: str = "") -> dict[str, object]:
             "graphs": report.unique_graphs,
             "frames": report.frames_ok,
             "code": compiled_code(),
+            "host": of_process(),
         }
 
 

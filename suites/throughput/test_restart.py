@@ -134,6 +134,7 @@ def _report_cold(row, name: str, policy: str, cold: Process) -> None:
         "s",
         tolerance=TOLERANCE,
         bound=BOUND,
+        measured=cold["host"],
         rule="C37",
         seen=cold["graphs"],
         evidence=[
@@ -193,6 +194,7 @@ def _report_seconds(row, cold: Process, warm: list[Process]) -> None:
             "s",
             tolerance=TOLERANCE,
             bound=BOUND,
+            measured=process["host"],
             rule="C18",
             seen=process["graphs"],
             evidence=[
