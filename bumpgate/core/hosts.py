@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from bumpgate.core.baseline import CALIBRATION, Baseline, Build, comparable, judge, times, violation
-from bumpgate.core.rows import Judgement, Row, Verdict, is_finite, is_number, is_time, of_time
+from bumpgate.core.rows import TIMES, Judgement, Row, Verdict, is_finite, is_number, is_time, of_time
 
 # Verdicts on a value itself. Any other says that there is no value to compare.
 SETTLED = (Verdict.PASS, Verdict.WIN, Verdict.REGRESSION, Verdict.INCONCLUSIVE)
@@ -29,8 +29,8 @@ def on_this_host(
 ) -> Judgement:
     """Show, but do not judge, a time that was reviewed on a host unlike this one, or a limit in seconds of such a host.
 
-    A derived expectation without a bound, a broken instrument and a row that is not comparable for another reason are
-    not changed.
+    A time or rate that meets its limit on a slower host is judged: the host is no excuse that the build needs. A derived
+    expectation without a bound, a broken instrument and a row that is not comparable for another reason are not changed.
 
     host: lane, device, cpu and cores. measured: the calibrations of this host by row id.
     """
@@ -42,18 +42,24 @@ def on_this_host(
     limited = broken and row.bound and row.expected is None and is_finite(row.value)
     if not limited and (broken or row.better not in ("lower", "higher")):
         return judgement
-    reason = unlike(row, baseline, host, measured)
+    met = judgement.verdict in (Verdict.PASS, Verdict.WIN) and row.unit not in ("ratio", "fraction")
+    reason = unlike(row, baseline, host, measured, slower_will_do=met)
     if reason is None:
         return judgement
     return replace(judgement, verdict=Verdict.INCONCLUSIVE, reason=reason, command="", explains=True)
 
 
 def unlike(
-    row: Row, baseline: Baseline, host: Mapping[str, Any], measured: Mapping[str, float]
+    row: Row,
+    baseline: Baseline,
+    host: Mapping[str, Any],
+    measured: Mapping[str, float],
+    *,
+    slower_will_do: bool = False,
 ) -> str | None:
     """Return how this host differs from the one of a row's reviewed time, in one sentence; None if it does not.
 
-    A row without a bound is judged on hosts of the same class.
+    A row without a bound is judged on hosts of the same class. slower_will_do: a calibration may be worse here.
     """
     old = baseline.rows.get(row.id)
     bound = row.bound or (old.bound if old else "")
@@ -63,10 +69,15 @@ def unlike(
     facts = {name: value for name, value in host.items() if name in ("lane", "device")}
     if reason := comparable(baseline.made_with, facts):
         return reason
-    return next((why for name in bound.split(", ") if (why := _other(name, row, baseline, measured))), None)
+    return next(
+        (why for name in bound.split(", ") if (why := _other(name, row, baseline, measured, slower_will_do))),
+        None,
+    )
 
 
-def _other(bound: str, row: Row, baseline: Baseline, measured: Mapping[str, float]) -> str | None:
+def _other(
+    bound: str, row: Row, baseline: Baseline, measured: Mapping[str, float], slower_will_do: bool
+) -> str | None:
     """Return how this host's calibrations of one bound differ from the reviewed ones by more than the tolerance."""
     old = baseline.rows.get(row.id)
     prefix, tolerance = f"{CALIBRATION}{bound}/", (old.tolerance if old else row.tolerance) or OF_LIMITS
@@ -83,7 +94,8 @@ def _other(bound: str, row: Row, baseline: Baseline, measured: Mapping[str, floa
         name, here = id.removeprefix(CALIBRATION), measured.get(id)
         if here is None:
             return f"this process has not measured {name}, which bounds it"
-        if abs(here - value) > tolerance * abs(value):
+        slower = here > value if unit in TIMES else here < value
+        if abs(here - value) > tolerance * abs(value) and not (slower and slower_will_do):
             divisor, shown = READABLE.get(unit, (1.0, unit))
             return f"this host's {name}: {here / divisor:.4g} {shown}, reviewed {value / divisor:.4g} {shown}"
     return None
