@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from packaging.utils import canonicalize_name
 
-from bumpgate.core import accepted, lanes
+from bumpgate.core import accepted, census, lanes
 from bumpgate.core.baseline import file_text, find_root, load
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision
@@ -24,7 +23,7 @@ from bumpgate.env.locks import lock_text
 from bumpgate.env.requirements import requirements_file
 from bumpgate.gate.evidence import read_judged
 from bumpgate.history import adoptions
-from bumpgate.history.adoptions import Adoption, ReviewedFinding
+from bumpgate.history.adoptions import Adoption
 from bumpgate.process.file_transaction import (
     ADOPTION,
     AdoptionError,
@@ -39,15 +38,9 @@ from bumpgate.process.file_transaction import (
     writing,
 )
 from bumpgate.process.tree_digest import Binding, bind
-from bumpgate.review.candidate_rows import moved_baseline
-from bumpgate.review.kernel_wheels import (
-    check_declaration,
-    check_without,
-    given_up_rows,
-    lost_rows,
-    moved_declaration,
-    taken_back,
-)
+from bumpgate.review import rebaseline
+from bumpgate.review.candidate_rows import given_up_rows, lost_rows, moved_baseline, moved_tests
+from bumpgate.review.declarations import check_without, moved_declaration, moved_requirements, taken_back
 from bumpgate.review.measured_set import (
     MeasuredSet,
     Named,
@@ -56,18 +49,7 @@ from bumpgate.review.measured_set import (
     check_named,
     measured_set,
 )
-from bumpgate.review.rebaseline import diff as baseline_diff
-from bumpgate.review.requirements import moved_requirements
 from bumpgate.review.reviewed_findings import reviewed as review_of
-
-
-@dataclass(frozen=True)
-class Adopting:
-    """Everything that one adoption writes and prints."""
-
-    edits: tuple[Edit, ...]
-    measured: MeasuredSet
-    summary: str
 
 
 def command(
@@ -113,56 +95,73 @@ def command(
         raise BumpgateError("adopt never runs inside a gate (BUMPGATE_GATE=1)")
     root = find_root(Path.cwd())
     with writing(root):
-        if dry_run and (cut := interrupted(root)):
-            raise AdoptionError(
-                f"{cut} was cut short here: undo it with: bumpgate rollback {cut.lane} --adoption"
-            )
-        if undone := recover(root):
-            for path in undone.paths:
-                typer.echo(f"restored {path}: {undone.operation} was cut short", err=True)
+        _recover(root, dry_run=dry_run)
         named = Named(candidate, index, tuple(find_links or ()))
-        found, binding = _gate(gate, root, named)
+        found, commit = _gate(gate, root, named)
         findings = review_of(found, reviewed or [], reason or [], review)
         given_up = tuple(sorted({str(canonicalize_name(name)) for name in without or ()}))
         lane = LaneContext(root, found.lane)
         check_without(lane, canonical(found.candidate.packages), given_up)
         measured = measured_set(lane, gate, found, named)
-        made = _adopting(root, gate, found, binding, findings, measured, given_up)
+        entry = Adoption(
+            lane=lane.name,
+            day=accepted.today(),
+            candidate=measured.candidate,
+            old=found.adopted.packages.get("torch")
+            or (lane.lock.versions.get("torch", "") if lane.lock else ""),
+            new=found.candidate.packages.get("torch") or measured.lock.versions.get("torch", ""),
+            decision=found.decision.name,
+            gate=hashlib.sha256(gate.read_bytes()).hexdigest(),
+            commit=commit,
+            before={},
+            after={},
+            reviewed=findings,
+            without=given_up,
+            not_in_lock=measured.unlocked,
+        )
+        edits, summary = _edits(lane, found, measured, entry)
         if dry_run:
-            typer.echo(diff(made.edits), nl=False)
-            typer.echo(made.summary, nl=False)
-            typer.echo("dry run: nothing written")
+            typer.echo(f"{diff(edits)}{summary}dry run: nothing written")
             return
         try:
             if store:
-                _fill_store(root, found.lane, made)
-            adoptions.keep(made.edits)
-            replace_all(root, made.edits, Operation(ADOPTION, found.lane))
+                _fill_store(lane, measured)
+            adoptions.keep(edits)
+            replace_all(root, edits, Operation(ADOPTION, found.lane))
         except OSError as error:
             typer.echo(f"bumpgate: {error.filename or root}: {error.strerror}; nothing was adopted", err=True)
             raise typer.Exit(Decision.UNKNOWN.value) from None
-    typer.echo(made.summary, nl=False)
-    typer.echo(f"wrote {', '.join(edit.path for edit in made.edits)}; review: git diff")
+    typer.echo(summary, nl=False)
+    typer.echo(f"wrote {', '.join(edit.path for edit in edits)}; review: git diff")
     typer.echo(f"check: {found.candidate.python} -m pytest -m {found.lane} --gate")
     typer.echo(f"undo: bumpgate rollback {found.lane} --adoption")
 
 
-def _fill_store(root: Path, lane: str, made: Adopting) -> None:
+def _recover(root: Path, *, dry_run: bool) -> None:
+    """Undo what a killed process has left. A dry run changes nothing, and is refused."""
+    if dry_run and (cut := interrupted(root)):
+        raise AdoptionError(
+            f"{cut} was cut short here: undo it with: bumpgate rollback {cut.lane} --adoption"
+        )
+    if undone := recover(root):
+        for path in undone.paths:
+            typer.echo(f"restored {path}: {undone.operation} was cut short", err=True)
+
+
+def _fill_store(lane: LaneContext, measured: MeasuredSet) -> None:
     """Store the wheels of both sets: rollback restores the earlier one, and a later rollback this one."""
 
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
-    fill_store(made.measured.lock, made.measured.sources, say)
-    lost = store_adopted(LaneContext(root, lane), say)
-    if lost:
-        say(
-            f"neither the wheel store nor the index has {', '.join(lost)}: rollback cannot restore the earlier set"
-        )
+    fill_store(measured.lock, measured.sources, say)
+    if lost := store_adopted(lane, say):
+        names = ", ".join(lost)
+        say(f"neither the wheel store nor the index has {names}: rollback cannot restore the earlier set")
 
 
-def _gate(path: Path, root: Path, named: Named) -> tuple[GateFile, Binding]:
-    """Load a gate and check that it can be adopted. Raises AdoptionError (one line) if not."""
+def _gate(path: Path, root: Path, named: Named) -> tuple[GateFile, str]:
+    """Load a gate that can be adopted, and its commit. Raises AdoptionError (one line) if it cannot be."""
     found = read_judged(path)
     if not isinstance(found, GateFile):
         raise AdoptionError(f"{path} is the record of one run: name the gate.json of a gate")
@@ -176,123 +175,72 @@ def _gate(path: Path, root: Path, named: Named) -> tuple[GateFile, Binding]:
         )
     if found.lane not in (known := lanes.load(root)):
         raise AdoptionError(f"{path}: unknown lane {found.lane!r}; lanes: {', '.join(known)}")
-    record = found.candidate.record
-    selection = found.config.get("selection")
+    record, config = found.candidate.record, found.config
+    selection = config.get("selection")
     if selection or record is None or not record.complete or not record.provenance.get("full_run"):
         part = " ".join(selection) if selection else "it left no complete record"
         raise AdoptionError(f"{path} measured a part of lane {found.lane} ({part}): gate the whole lane")
-    if found.config.get("adopted"):
-        raise AdoptionError(
-            f"{path} compares with {found.config['adopted']}, not with the adopted set: gate without --adopted"
-        )
+    if other := config.get("adopted"):
+        raise AdoptionError(f"{path} compares with {other}, not with the adopted set: gate without --adopted")
     check_named(path, found, named)
     binding = Binding.of_gate(path, found.binding)
     entries = accepted.load(root / "baselines" / accepted.FILE)
     lapsed = accepted.lapsed(entries, found.lane, found.started, accepted.today())
-    if differences := [*binding.differences(bind(root, path.parent)), *lapsed]:
-        raise AdoptionError(f"{path} is stale ({'; '.join(differences)}): gate again")
-    _check_adopted(root, path, found)
-    return found, binding
+    if stale := [*binding.differences(bind(root, path.parent)), *lapsed]:
+        raise AdoptionError(f"{path} is stale ({'; '.join(stale)}): gate again")
+    lane = LaneContext(root, found.lane)
+    if config.get("python_adopted") and lane.lock:
+        baseline = load(lane.baseline_path, lane.name, missing_ok=True)
+        if moved := adopted_differences(lane.lock, found.adopted, baseline):
+            raise AdoptionError(
+                f"{path} does not compare with the adopted set ({some(moved)}): gate without --python-adopted, or with"
+                f" the interpreter that this builds: bumpgate rollback {lane.name} --no-smoke"
+            )
+    return found, binding.commit
 
 
-def _check_adopted(root: Path, path: Path, gate: GateFile) -> None:
-    """Raise AdoptionError if the adopted side of the gate was not the lane's adopted set."""
-    lane = LaneContext(root, gate.lane)
-    if not gate.config.get("python_adopted") or lane.lock is None:
-        return
-    reviewed = load(lane.baseline_path, gate.lane, missing_ok=True)
-    if moved := adopted_differences(lane.lock, gate.adopted, reviewed):
-        raise AdoptionError(
-            f"{path} does not compare with the adopted set ({some(moved)}): gate without --python-adopted, or with the"
-            f" interpreter that this builds: bumpgate rollback {gate.lane} --no-smoke"
-        )
+def _edits(
+    lane: LaneContext, gate: GateFile, measured: MeasuredSet, entry: Adoption
+) -> tuple[list[Edit], str]:
+    """Return all new files and the summary. Raises AdoptionError if a file cannot be changed.
 
-
-def _adopting(
-    root: Path,
-    path: Path,
-    gate: GateFile,
-    binding: Binding,
-    findings: tuple[ReviewedFinding, ...],
-    measured: MeasuredSet,
-    without: tuple[str, ...],
-) -> Adopting:
-    """Return all new files. Raises AdoptionError if a file cannot be changed."""
-    record = gate.candidate.record
+    entry: without the digests of the files.
+    """
+    record, lock = gate.candidate.record, measured.lock
     assert record is not None
-    lock = measured.lock
-    lane, context = gate.lane, LaneContext(root, gate.lane)
     torch = str(record.provenance.get("torch") or lock.versions.get("torch", ""))
-    declaration, row = moved_declaration(context, lock, torch, without)
-    check_declaration(context, row, lock)
-    old = load(context.baseline_path, lane, missing_ok=True)
+    declaration, declared = moved_declaration(lane, lock, torch, entry.without)
+    old = load(lane.baseline_path, lane.name, missing_ok=True)
     lost = lost_rows(gate, old)
-    given_up = given_up_rows(lost, without)
-    new, moved_rows, left = moved_baseline(gate, old, {r.row for r in findings}, given_up)
-    after = {context.lock_path: lock_text(lock), declaration: row}
-    required = requirements_file(root, context.declared)  # a guest may declare its lane in the same file
+    given_up = given_up_rows(lost, entry.without)
+    new, moved, left = moved_baseline(gate, old, {r.row for r in entry.reviewed}, given_up)
+    tests = census.load(census.path(lane.baseline_path))
+    now = moved_tests(record, tests, moved)
+    after = {lane.lock_path: lock_text(lock), declaration: declared}
+    required = requirements_file(lane.root, lane.declared)  # a guest may declare its lane in the same file
     if (text := after.get(required) or read(required)) is not None:
-        after[required] = moved_requirements(context, text, lock, without, taken_back(context, lock))
-    after[context.baseline_path] = file_text(new)
+        after[required] = moved_requirements(lane, text, lock, entry.without, taken_back(lane, lock))
+    after |= {lane.baseline_path: file_text(new), census.path(lane.baseline_path): census.text(now) or None}
     edits = [
-        Edit(p.relative_to(root).as_posix(), before, text)
+        Edit(p.relative_to(lane.root).as_posix(), before, text)
         for p, text in after.items()
         if text is not None and (before := read(p)) != text
     ]
-    versions = context.lock.versions if context.lock else {}
-    entry = Adoption(
-        lane=lane,
-        day=accepted.today(),
-        candidate=measured.candidate,
-        old=str(gate.adopted.packages.get("torch") or versions.get("torch", "")),
-        new=str(gate.candidate.packages.get("torch") or lock.versions.get("torch", "")),
-        decision=gate.decision.name,
-        gate=hashlib.sha256(path.read_bytes()).hexdigest(),
-        commit=binding.commit,
-        before={e.path: digest(e.before) for e in edits},
-        after={e.path: digest(e.after) for e in edits},
-        reviewed=findings,
-        without=without,
-        not_in_lock=measured.unlocked,
-    )
-    log = adoptions.load(root).adding(entry)
-    edits.append(Edit(adoptions.FILE, read(root / adoptions.FILE), adoptions.text(log)))
-    packages = changes(versions, lock.versions)
-    rows = baseline_diff(old, new, moved_rows)
+    digests = ({e.path: digest(e.before) for e in edits}, {e.path: digest(e.after) for e in edits})
+    log = adoptions.load(lane.root).adding(replace(entry, before=digests[0], after=digests[1]))
+    edits.append(Edit(adoptions.FILE, read(lane.root / adoptions.FILE), adoptions.text(log)))
+    packages = changes(lane.lock.versions if lane.lock else {}, lock.versions)
     others = [f"{row} ({why})" for row, why in lost.items() if row not in given_up]
-    return Adopting(
-        tuple(edits), measured, _summary(gate, entry, packages, rows, left, len(given_up), others)
-    )
-
-
-def _summary(
-    gate: GateFile,
-    entry: Adoption,
-    packages: Sequence[str],
-    rows: str,
-    left: Sequence[str],
-    given_up: int,
-    others: Sequence[str],
-) -> str:
-    """Return the summary: what moved, old -> new, and the reasons."""
-    lines = [
-        f"lane {entry.lane}: torch {entry.old} -> {entry.new}, {entry.decision} of the gate of {gate.started[:10]}",
-        *(f"  reviewed {r.row} ({r.finding}): {r.reason}" for r in entry.reviewed),
-        f"packages: {len(packages)} moved",
-        *(f"  {line}" for line in packages),
-        *([f"not in the lock: {_listed(entry.not_in_lock)}"] if entry.not_in_lock else []),
-        *(
-            [f"given up: {', '.join(entry.without)}, with {given_up} row{'s' * (given_up != 1)}"]
-            if entry.without
-            else []
-        ),
-        *([f"not run in the candidate, kept in the baseline: {some(others)}"] if others else []),
-        "baseline:" if rows else "baseline: nothing moved",
-        *(f"  {line}" for line in rows.splitlines()),
-        *(f"  stays red: {row}" for row in left),
-    ]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _listed(packages: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in packages.items())
+    rows = (rebaseline.diff(old, new, moved) + rebaseline.tests_diff(tests, now)).splitlines()
+    head = f"lane {lane.name}: torch {entry.old} -> {entry.new}, {entry.decision} of the gate of {gate.started[:10]}"
+    lines = [head, *(f"  reviewed {r.row} ({r.finding}): {r.reason}" for r in entry.reviewed)]
+    lines += [f"packages: {len(packages)} moved", *(f"  {line}" for line in packages)]
+    if entry.not_in_lock:
+        lines.append(f"not in the lock: {', '.join(' '.join(each) for each in entry.not_in_lock.items())}")
+    if entry.without:
+        count = f"{len(given_up)} row{'s' * (len(given_up) != 1)}"
+        lines.append(f"given up: {', '.join(entry.without)}, with {count}")
+    if others:
+        lines.append(f"not run in the candidate, kept in the baseline: {some(others)}")
+    lines += ["baseline:" if rows else "baseline: nothing moved", *(f"  {line}" for line in rows)]
+    return edits, "".join(f"{line}\n" for line in [*lines, *(f"  stays red: {row}" for row in left)])

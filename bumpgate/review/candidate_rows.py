@@ -1,16 +1,18 @@
-"""Which values of a candidate an adoption writes into the baseline: pure functions of a gate."""
+"""Which values and tests of a candidate an adoption reviews: pure functions of a gate."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
+from bumpgate.core import census
 from bumpgate.core.baseline import BUILD, Baseline, comparable, judge
 from bumpgate.core.findings import NO_REGRESSION, PEER, Decision
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Judgement, Record, Verdict, is_time
 from bumpgate.process.file_transaction import AdoptionError
 from bumpgate.review.rebaseline import BaselineChange, build_of, changed_rows, judged, made_with, reviewed
+from bumpgate.wheels.fitting import names
 
 # The paired sessions decide these instead of a stored time.
 SETTLED = tuple(outcome.value for outcome in NO_REGRESSION)
@@ -120,3 +122,33 @@ def _confirmed(gate: GateFile, j: Judgement) -> bool:
     """Return whether the sessions of a row, if it had any, found it faster with certainty."""
     timed = gate.timed.get(j.row.id)
     return timed is None or timed.interval[1] < 1
+
+
+def moved_tests(record: Record, old: Collection[str], changes: Iterable[BaselineChange]) -> frozenset[str]:
+    """Return the reviewed set of a lane's tests: with those that the candidate ran.
+
+    A test leaves the set only with a row that was reviewed as not measured any more. Any other lost test holds a gate.
+    """
+    if not record.tests:
+        return frozenset(old)
+    pruned = {c.old.test for c in changes if c.old and c.new is None} - record.tests.keys()
+    return census.reviewed(old, record.tests, whole=False) - pruned
+
+
+def lost_rows(gate: GateFile, old: Baseline) -> dict[str, str]:
+    """Return row id -> why it is NOT RUN, of the reviewed rows that only the adopted side measured.
+
+    A row that the machine cannot show is NOT RUN on both sides, and not included.
+    """
+    adopted, candidate = (_measured(side.record) for side in (gate.adopted, gate.candidate))
+    absent = gate.candidate.record.not_run if gate.candidate.record else {}
+    return {row: absent[row] for row in sorted((adopted - candidate) & absent.keys() & old.rows.keys())}
+
+
+def given_up_rows(lost: Mapping[str, str], without: Collection[str]) -> frozenset[str]:
+    """Return the lost rows whose reason names a kernel wheel that is given up."""
+    return frozenset(row for row, why in lost.items() if any(names(why, name) for name in without))
+
+
+def _measured(record: Record | None) -> set[str]:
+    return {j.row.id for j in record.judgements if not j.row.unmeasured} if record else set()

@@ -31,7 +31,6 @@ from bumpgate.env.inventory import content_of, version_of
 from bumpgate.env.lane import LaneContext
 from bumpgate.env.links import Offer, offers
 from bumpgate.env.locks import Lock, Wheel
-from bumpgate.env.request import Request
 from bumpgate.env.store import sha256_of, store_root
 from bumpgate.process.file_transaction import AdoptionError, read
 from bumpgate.wheels.store import kernel_store
@@ -72,12 +71,9 @@ def check_named(path: Path, gate: GateFile, named: Named) -> None:
                 f" bumpgate adopt {shlex.quote(str(path))} --candidate 'torch=={torch}'"
             )
         return
-    options = {
-        "--candidate": named.candidate,
-        "--index": named.index,
-        "--find-links": ", ".join(named.find_links),
-    }
-    for option, value in options.items():
+    links = ", ".join(named.find_links)
+    given = {"--candidate": named.candidate, "--index": named.index, "--find-links": links}
+    for option, value in given.items():
         if value:
             raise AdoptionError(
                 f"{option} {value}: {path} is of --candidate {gate.config.get('candidate')}, whose set it has"
@@ -132,29 +128,18 @@ def _same(locked: str, installed: str, *, labelled: bool) -> bool:
     return ours == theirs or (labelled and ours.local is None and ours == Version(theirs.public))
 
 
-@dataclass(frozen=True)
-class TorchBuild:
-    """What torch/version.py states of a build; "" if unknown. version: with its variant. git: the commit."""
-
-    version: str
-    git: str
-
-    @classmethod
-    def of(cls, stated: Mapping[str, Any], version: str, git: str) -> TorchBuild:
-        """Return the build that these entries state."""
-        return cls(str(stated.get(version) or ""), str(stated.get(git) or ""))
-
-    def shown_same(self, other: TorchBuild) -> bool:
-        """Return whether both are known to be one build."""
-        return bool(self.version and self.git) and self == other
-
-    def __str__(self) -> str:
-        return f"{self.version or 'of an unknown version'} (git {self.git[:12] or 'unknown'})"
+def _torch(stated: Mapping[str, Any], version: str = "torch", git: str = "torch_git") -> tuple[str, str]:
+    """Return the version of torch with its variant, and its commit; "" where unknown."""
+    return str(stated.get(version) or ""), str(stated.get(git) or "")
 
 
-def measured_torch(record: Record | None) -> TorchBuild:
+def _measured_torch(record: Record | None) -> tuple[str, str]:
     """Return the torch that a run has imported."""
-    return TorchBuild.of(record.provenance if record else {}, "torch", "torch_git")
+    return _torch(record.provenance if record else {})
+
+
+def _named_build(build: tuple[str, str]) -> str:
+    return f"{build[0] or 'of an unknown version'} (git {build[1][:12] or 'unknown'})"
 
 
 def adopted_differences(lock: Lock, side: GateSide, baseline: Baseline) -> list[str]:
@@ -162,38 +147,54 @@ def adopted_differences(lock: Lock, side: GateSide, baseline: Baseline) -> list[
 
     torch may lack its label in the lock if the baseline was made with that build: PyPI lists 2.11.0+cu130 as 2.11.0.
     """
-    reviewed = TorchBuild.of(baseline.made_with, "torch", "torch_git")
-    known = ("torch",) if reviewed.shown_same(measured_torch(side.record)) else ()
-    return differences(lock, side.packages, known)
+    reviewed = _torch(baseline.made_with)
+    same = all(reviewed) and reviewed == _measured_torch(side.record)
+    return differences(lock, side.packages, ("torch",) if same else ())
 
 
 def _of_interpreter(lane: LaneContext, path: Path, gate: GateFile, named: Named, python: str) -> MeasuredSet:
+    """Resolve the named requirement with the kernel wheels that the interpreter had, and compare the two."""
     request = lane.request(named.candidate, index=named.index, find_links=named.find_links)
     if request.python != python:
         raise AdoptionError(
             f"{path}: the candidate ran Python {python}, and the set of lane {gate.lane} is for {request.python}:"
             f" gate an interpreter of Python {request.python}"
         )
-    files = _kernel_files(lane, gate, named.find_links)
-    resolved = resolve(_with_files(request, lane.known_kernel_wheels, files))
+    have = canonical(gate.candidate.packages)
+    kernels = [name for name in lane.known_kernel_wheels if name in have]
+    offered = offers(named.find_links) if kernels else []
+    files = {name: _measured_file(gate, name, have[name], offered) for name in kernels}
+    # The candidate itself may be a kernel wheel. Those that the interpreter lacked are left out.
+    chosen, *others = request.requirements
+    kept = [text for text in others if _name(text) not in lane.known_kernel_wheels]
+    wheels = [f"{name} @ {file.as_uri()}" for name, file in files.items() if name != _name(chosen)]
+    resolved = resolve(replace(request, requirements=(chosen, *kept, *wheels)))
     lock, sources = lock_of("pylock.toml", resolved, python)
     for package in lock.packages:
-        if path_of := files.get(package.name):
-            if package.wheels[0].sha256 != sha256_of(path_of):
+        if file_of := files.get(package.name):
+            if package.wheels[0].sha256 != sha256_of(file_of):
                 raise AdoptionError(
                     f"{path}: the set of {named.candidate} has another build of {package.name} {package.version} than"
-                    f" the interpreter, {path_of}: name that file: --candidate {shlex.quote(str(path_of))}"
+                    f" the interpreter, {file_of}: name that file: --candidate {shlex.quote(str(file_of))}"
                 )
-            sources[package.wheels[0]] = path_of.as_uri()
+            sources[package.wheels[0]] = file_of.as_uri()
     again = f"and gate again, or gate the set itself: bumpgate gate --lane {gate.lane} --candidate"
     again += f" {shlex.quote(named.candidate)}"
     known = {*files, *_known_torch(path, gate, lock, sources)}
-    if moved := differences(lock, gate.candidate.packages, known):
+    if moved := differences(lock, have, known):
         raise AdoptionError(
             f"{path}: the interpreter did not have the set of {named.candidate} (set -> interpreter: {some(moved)}):"
             f" install these versions in {gate.candidate.python} {again}"
         )
-    return MeasuredSet(named.candidate, lock, sources, _unlocked(path, gate, lock, again))
+    # A package outside of the lock may have changed a row; one that both sides had cannot have.
+    adopted = canonical(gate.adopted.packages)
+    unlocked = {n: v for n, v in sorted(have.items()) if n not in lock.versions and n not in OF_IMAGE}
+    if own := [f"{name} {version}" for name, version in unlocked.items() if adopted.get(name) != version]:
+        raise AdoptionError(
+            f"{path}: {gate.candidate.python} has packages that neither the set nor the adopted side has: {some(own)}:"
+            f" uninstall them {again}"
+        )
+    return MeasuredSet(named.candidate, lock, sources, unlocked)
 
 
 def _known_torch(path: Path, gate: GateFile, lock: Lock, sources: Mapping[Wheel, str]) -> tuple[str, ...]:
@@ -203,55 +204,18 @@ def _known_torch(path: Path, gate: GateFile, lock: Lock, sources: Mapping[Wheel,
     """
     locked = next((p for p in lock.packages if p.name == "torch"), None)
     version = canonical(gate.candidate.packages).get("torch", "")
-    if (
-        locked is None
-        or _same(locked.version, version, labelled=False)
-        or not _same(locked.version, version, labelled=True)
-    ):
+    if locked is None or [_same(locked.version, version, labelled=each) for each in (False, True)] != [0, 1]:
         return ()
     wheel = locked.wheels[0]
-    stated = version_of(fetch(wheel, sources[wheel]))
-    found, measured = (
-        TorchBuild.of(stated, "__version__", "git_version"),
-        measured_torch(gate.candidate.record),
-    )
-    if not found.shown_same(measured):
+    found = _torch(version_of(fetch(wheel, sources[wheel])), "__version__", "git_version")
+    measured = _measured_torch(gate.candidate.record)
+    if not (all(found) and found == measured):
         raise AdoptionError(
-            f"{path}: the interpreter had torch {version}, which is {measured}, and {wheel.file} of the set is {found}:"
-            f" name the variant that was measured: --candidate {shlex.quote(f'torch=={version}')} --index URL"
+            f"{path}: the interpreter had torch {version}, which is {_named_build(measured)}, and {wheel.file} of the"
+            f" set is {_named_build(found)}: name the variant that was measured: --candidate"
+            f" {shlex.quote(f'torch=={version}')} --index URL"
         )
     return ("torch",)
-
-
-def _unlocked(path: Path, gate: GateFile, lock: Lock, again: str) -> dict[str, str]:
-    """Return the packages outside of the lock. Raises AdoptionError on one that the adopted side lacked.
-
-    Such a package may have changed a row, and the adopted set will not have it. One that both sides had cannot have.
-    """
-    have, adopted = canonical(gate.candidate.packages), canonical(gate.adopted.packages)
-    found = {n: v for n, v in sorted(have.items()) if n not in lock.versions and n not in OF_IMAGE}
-    if own := [f"{name} {version}" for name, version in found.items() if adopted.get(name) != version]:
-        raise AdoptionError(
-            f"{path}: {gate.candidate.python} has packages that neither the set nor the adopted side has: {some(own)}:"
-            f" uninstall them {again}"
-        )
-    return found
-
-
-def _kernel_files(lane: LaneContext, gate: GateFile, find_links: Sequence[str]) -> dict[str, Path]:
-    """Return the file of each kernel wheel of the lane that the interpreter had."""
-    have = canonical(gate.candidate.packages)
-    names = [name for name in lane.known_kernel_wheels if name in have]
-    offered = offers(find_links) if names else []
-    return {name: _measured_file(gate, name, have[name], offered) for name in names}
-
-
-def _with_files(request: Request, kernels: Sequence[str], files: Mapping[str, Path]) -> Request:
-    """Return the request with these kernel wheels, but for the candidate itself, and without the others of the lane."""
-    chosen, *others = request.requirements
-    kept = [text for text in others if _name(text) not in kernels]
-    wheels = (f"{name} @ {path.as_uri()}" for name, path in files.items() if name != _name(chosen))
-    return replace(request, requirements=(chosen, *kept, *wheels))
 
 
 def _name(requirement: str) -> str:

@@ -91,17 +91,18 @@ def command(
     if not other_tree:
         refuse_other_tree(found, measured_tree(root, measured))
     place = root / "baselines" / f"{lane}.json"
+    tests_place = census.path(place)
     with writing(root):
-        before, tests_before = read(place), read(census.path(place))
-        old, tests = load(place, lane, missing_ok=True), census.load(census.path(place))
+        texts = read(place), read(tests_place)
+        old, tests = load(place, lane, missing_ok=True), census.load(tests_place)
         if times:
             new, changes = plan_times(found, old)
         else:
             new, changes = plan(found, old, only=only or (), prune=prune, refresh=refresh)
         now = tests if only or times else reviewed_tests(found, tests, prune=prune)
-        edits = [Edit(f"baselines/{place.name}", before, file_text(new))] if new != old else []
+        edits = [Edit(f"baselines/{place.name}", texts[0], file_text(new))] if new != old else []
         if now != tests:
-            edits.append(Edit(f"baselines/{lane}.tests", tests_before, census.text(now)))
+            edits.append(Edit(f"baselines/{tests_place.name}", texts[1], census.text(now)))
         typer.echo(diff(old, new, changes) + tests_diff(tests, now), nl=False)
         if gone := _left(found, old, new, now, prune=prune):
             typer.echo(f"kept although nothing measures it: {some(gone)}; drop with --prune")
@@ -143,9 +144,7 @@ def reviewed_tests(record: Record, old: Collection[str], *, prune: bool) -> froz
 def tests_diff(old: Collection[str], new: Collection[str]) -> str:
     """Return the change of the reviewed set of tests, one line for each direction."""
     sides = {"new": sorted({*new} - {*old}), "gone": sorted({*old} - {*new})}
-    return "".join(
-        f"tests       {len(names)} {word}: {some(names)}\n" for word, names in sides.items() if names
-    )
+    return "".join(f"tests       {len(t)} {word}: {some(t)}\n" for word, t in sides.items() if t)
 
 
 def _left(record: Record, old: Baseline, new: Baseline, tests: Collection[str], *, prune: bool) -> list[str]:
@@ -167,23 +166,26 @@ def plan(
     Raises RefusedError with all reasons at once; BumpgateError if a glob of `only` matches no row of the record.
     """
     _refuse_record(record, old, only, prune)
-    ids = [j.row.id for j in record.judgements]
-    for glob in only:
-        if not any(fnmatchcase(id, glob) for id in ids):
-            raise BumpgateError(f"--only {glob!r} matches no row of the record")
     selected = [j for j in record.judgements if not only or any(fnmatchcase(j.row.id, g) for g in only)]
-    refused = [f"{j.row.id}: {reason}" for j in selected if (reason := _unacceptable(j, old, record))]
-    if refused:
+    for glob in only:
+        if not any(fnmatchcase(j.row.id, glob) for j in selected):
+            raise BumpgateError(f"--only {glob!r} matches no row of the record")
+    if refused := [f"{j.row.id}: {reason}" for j in selected if (reason := _unacceptable(j, old, record))]:
         raise RefusedError(*refused)
     changes = [c for j in selected if (c := _change(j, old, record, prune, refresh))]
-    _refuse_other_host(record, old, changes, whole=_whole(record) and not only)
     whole = _whole(record) and not only
-    adopt = not old.made_with or (whole and (bool(changes) or other_build(old.made_with, record.provenance)))
-    if adopt:
+    timed = {j.row.id for j in record.judgements if j.row.interval is not None}
+    other_host = comparable(old.made_with, record.provenance)
+    if other_host and not whole and any(change.id in timed for change in changes):
+        raise RefusedError(
+            f"{other_host}: accept them from a whole run, without --only: pytest -m {old.lane}"
+        )
+    build = old.made_with and other_build(old.made_with, record.provenance)
+    made = old.made_with
+    if not made or (whole and (changes or build)):
         _refuse_kept_values(record, old)
-    return Baseline(
-        old.lane, made_with(record) if adopt else old.made_with, changed_rows(old, changes)
-    ), changes
+        made = made_with(record)
+    return Baseline(old.lane, made, changed_rows(old, changes)), changes
 
 
 def plan_times(record: Record, old: Baseline) -> tuple[Baseline, list[BaselineChange]]:
@@ -232,16 +234,6 @@ def refuse_other_tree(record: Record, now: str) -> None:
         f"the record was measured from other sources ({of}) than these: run pytest -m "
         f"{record.provenance.get('lane')} again, or take it as it is with --other-tree"
     )
-
-
-def _refuse_other_host(
-    record: Record, old: Baseline, changes: Sequence[BaselineChange], *, whole: bool
-) -> None:
-    """Raise RefusedError if the baseline would mix times of two classes of host."""
-    timed = {j.row.id for j in record.judgements if j.row.interval is not None}
-    reason = comparable(old.made_with, record.provenance)
-    if reason and not whole and any(change.id in timed for change in changes):
-        raise RefusedError(f"{reason}: accept them from a whole run, without --only: pytest -m {old.lane}")
 
 
 def _refuse_kept_values(record: Record, old: Baseline) -> None:
@@ -328,21 +320,17 @@ def _change(j: Judgement, old: Baseline, record: Record, prune: bool, refresh: b
     if was and was.test != row.test:
         return BaselineChange(row.id, was, replace(was, test=row.test), "test moved")
     if was and (was.work, was.bound) != (row.work, row.bound):
-        return BaselineChange(
-            row.id, was, replace(was, work=row.work, bound=row.bound), "work or bound stated"
-        )
+        now = replace(was, work=row.work, bound=row.bound)
+        return BaselineChange(row.id, was, now, "work or bound stated")
     return None
 
 
 def _pruned(was: Reviewed, id: str, record: Record) -> BaselineChange:
     """Drop a row; for a "code" row, only the value for the record's triton if others are left."""
-    left = {version: value for version, value in was.values.items() if version != _triton(record)}
+    triton = str(record.provenance.get("triton"))
+    left = {version: value for version, value in was.values.items() if version != triton}
     new = replace(was, values=left) if left else None
     return BaselineChange(id, was, new, "not launched" if new else "nothing measures it")
-
-
-def _triton(record: Record) -> str:
-    return str(record.provenance.get("triton"))
 
 
 def reviewed(row: Row, was: Reviewed | None, record: Record) -> Reviewed:
@@ -352,36 +340,22 @@ def reviewed(row: Row, was: Reviewed | None, record: Record) -> Reviewed:
     """
     tolerance = was.tolerance if was and was.better == row.better else row.tolerance
     note = was.note if was else ""
-    found = Reviewed(
-        row.value,
-        row.unit,
-        row.better,
-        tolerance,
-        note,
-        row.test,
-        row.per_build,
-        work=row.work,
-        bound=row.bound,
-    )
+    found = Reviewed(row.value, row.unit, row.better, tolerance, note, row.test, row.per_build)
+    found = replace(found, work=row.work, bound=row.bound)
     if row.better != "code":
         return found
     values = was.values if was and was.better == "code" else {}
-    return replace(found, value=None, values={**values, _triton(record): str(row.value)})
+    return replace(found, value=None, values={**values, str(record.provenance.get("triton")): str(row.value)})
 
 
 def _moved(change: BaselineChange) -> tuple[Value, Value]:
     """Return the old and the new value; of a "code" row, for the version that moved."""
     old, new = change.old, change.new
-    dropped = [v for v in (old.values if old and new else {}) if new and v not in new.values]
-    if dropped and old:
-        return old.values[dropped[0]], f"triton {dropped[0]}: not launched"
-    versions = [
-        v for v in (new.values if new else {}) if new and (not old or old.values.get(v) != new.values[v])
-    ]
-    if versions and new:
-        return (
-            old.values.get(versions[0]) if old else None
-        ), f"triton {versions[0]}: {new.values[versions[0]]}"
+    before, after = old.values if old else {}, new.values if new else {}
+    if dropped := [version for version in before if new and version not in after]:
+        return before[dropped[0]], f"triton {dropped[0]}: not launched"
+    if moved := [version for version, counts in after.items() if before.get(version) != counts]:
+        return before.get(moved[0]), f"triton {moved[0]}: {after[moved[0]]}"
     return (old.value if old else None), (new.value if new else None)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import date
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,17 @@ from bumpgate.core.rows import Value, Verdict, write_record
 from bumpgate.history.archive import Archive, default_store
 from bumpgate.report import dashboard
 from bumpgate.report.dashboard import NightReading, Series
-from tests.support.reports import BREAKS, EVIL, HERE, bumpgate, gate_of_day, judged, many_readings, row
+from tests.support.reports import (
+    BREAKS,
+    EVIL,
+    HERE,
+    ParsedPage,
+    bumpgate,
+    gate_of_day,
+    judged,
+    many_readings,
+    row,
+)
 
 START = date(2026, 11, 1)
 
@@ -44,16 +53,9 @@ def series(*nights: tuple[int, Value, bool], levels: tuple[int, ...] = ()) -> Se
     return Series("cpu", BREAKS, "Xeon", "count", made, list(levels))
 
 
-class Links(HTMLParser):
-    """found: every address in a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found += [str(value) for name, value in attrs if name in ("href", "src")]
+def links(text: str) -> list[str]:
+    """Return every address in a page."""
+    return [value for name, value in ParsedPage(text).attributes if name in ("href", "src")]
 
 
 def test_pages_show_rows_nights_hosts_changes_and_findings(
@@ -77,15 +79,15 @@ def test_pages_show_rows_nights_hosts_changes_and_findings(
     assert "99 " not in text
     for words in (key, "CHANGED graph_breaks", "owner ada", "cpu: cpu, EPYC", "1 red on 2026-11-06"):
         assert words in text
-    links = [link for link in Links(text).found if not link.startswith(("data:", "https://example.org/1"))]
-    assert len(links) == 5, "four rows and one change"
-    assert all((index.parent / link).is_file() for link in links)
+    own = [link for link in links(text) if not link.startswith(("data:", "https://example.org/1"))]
+    assert len(own) == 5, "four rows and one change"
+    assert all((index.parent / link).is_file() for link in own)
     page = next(p for p in index.parent.glob("rows/*.html") if "cpu: cpu, Xeon" in p.read_text()).read_text()
     assert "6 nights, 1 changes of level" in page
     assert "2026-11-06 back to 2026-11-04, 3 nights" in page
     assert page.count("new level") == 1
     assert page.count("h0") == 6, "one dot per night"
-    assert Links(page).found == ["data:,", "../index.html"]
+    assert links(page) == ["data:,", "../index.html"]
 
 
 def test_dashboard_excludes_adopted_side_of_a_gate(tmp_path: Path, write: Callable[..., int]) -> None:
@@ -97,12 +99,10 @@ def test_dashboard_excludes_adopted_side_of_a_gate(tmp_path: Path, write: Callab
 
 
 def test_strip_marks_red_nights_and_gaps() -> None:
-    one = series((0, 1, False), (1, 1, False), (2, 1, True), (5, 1, False))
-    drawn = dashboard.strip(one.nights, 6)
-    assert '<path class="g" d="M0 4h2M5 4h1"/>' in drawn
-    assert '<path class="r" d="M2 4h1"/>' in drawn
-    assert "1 of 4 nights red" in drawn
-    late = dashboard.strip(series((2, 1, False), (3, 1, False), (4, 1, False), (6, 1, False)).nights, 8)
+    drawn = dashboard.strip(series((0, 1, False), (1, 1, False), (2, 1, True), (5, 1, False)).nights, 6)
+    for words in ('<path class="g" d="M0 4h2M5 4h1"/>', '<path class="r" d="M2 4h1"/>', "1 of 4 nights red"):
+        assert words in drawn
+    late = dashboard.strip(series(*((day, 1, False) for day in (2, 3, 4, 6))).nights, 8)
     assert 'd="M2 4h3M6 4h1"' in late
 
 
@@ -118,12 +118,9 @@ def test_spans_merge_equal_nights_and_keep_levels_apart() -> None:
     ]
 
 
-@pytest.mark.parametrize("values", [("a", "b"), (1.0, float("nan")), (None, 1), (1,), (1, 1)])
-def test_plot_needs_two_different_numbers(values: tuple[Value, ...]) -> None:
-    assert dashboard.plot(series(*((i, v, False) for i, v in enumerate(values))), START) == ""
-
-
-def test_plot_spans_its_box() -> None:
+def test_plot_needs_two_different_numbers_and_spans_its_box() -> None:
+    for values in (("a", "b"), (1.0, float("nan")), (None, 1), (1,), (1, 1)):
+        assert dashboard.plot(series(*((i, v, False) for i, v in enumerate(values))), START) == ""
     drawn = dashboard.plot(series((0, 5, False), (10, 15, True), levels=(1,)), START)
     assert '<path class="dot g" d="M8 228h0"/><path class="dot r" d="M992 12h0"/>' in drawn
     assert '<path class="level" d="M8 228H8M992 12H992"/>' in drawn
@@ -142,10 +139,9 @@ def test_dashboard_escapes_hostile_text(tmp_path: Path, write: Callable[..., int
 def test_rewritten_dashboard_drops_removed_rows(tmp_path: Path, write: Callable[..., int]) -> None:
     add_record(tmp_path, 1, 1)
     add_record(tmp_path, 20, 1, cpu="EPYC")
-    assert write() == 0
-    assert len(list((tmp_path / "site" / "rows").iterdir())) == 2
-    assert write("--days", "15") == 0
-    assert len(list((tmp_path / "site" / "rows").iterdir())) == 1
+    for options, pages in (((), 2), (("--days", "15"), 1)):
+        assert write(*options) == 0
+        assert len(list((tmp_path / "site" / "rows").iterdir())) == pages
 
 
 def test_bad_dashboard_input_is_one_line(

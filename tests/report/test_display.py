@@ -9,6 +9,7 @@ import pytest
 from bumpgate.core.baseline import Baseline, Reviewed, limit, save
 from bumpgate.core.rows import Row
 from bumpgate.report import markdown, page
+from bumpgate.report.html_page import html_page
 from tests.support.project import REPO, Project, counted
 
 BODY = """
@@ -43,42 +44,26 @@ def ran(project: Project) -> Project:
     return project
 
 
-def line_of(project: Project, text: str) -> int:
-    lines = (project.root / "suites/compile/test_a.py").read_text().splitlines()
-    return next(n for n, line in enumerate(lines, 1) if text in line)
-
-
 def test_red_row_shows_numbers_rule_and_place(ran: Project) -> None:
+    """On the terminal, in the record, and in the report; a plain assert names its place and rule as well."""
     out = ran.pytest("-m", "cpu", "-n", "1").out
-    at = f"suites/compile/test_a.py:{line_of(ran, 'compile/changed')}"
+    lines = (ran.root / "suites/compile/test_a.py").read_text().splitlines()
+    at = {words: f"suites/compile/test_a.py:{n}" for n, line in enumerate(lines, 1)
+          for words in ("compile/changed", "assert len") if words in line}  # fmt: skip
     assert (
         "CHANGED       compile/changed/graph_breaks: reviewed 4, measured 5 breaks\n"
         "              value 5 | reviewed 4 | limit = 4\n"
         f"              {RULE}\n"
-        f"              at {at}, model/hybrid.py:88\n"
+        f"              at {at['compile/changed']}, model/hybrid.py:88\n"
         "              -> bumpgate rebaseline --lane cpu --only compile/changed/graph_breaks\n"
     ) in out
     assert "              value 3 | reviewed 2 | limit <= 2.2\n" in out
-    assert ran.record().provenance["rules"]["C6"] == RULE.removeprefix("C6: ")
-
-
-def test_plain_assert_names_its_place_and_rule(ran: Project) -> None:
-    ran.pytest("-m", "cpu", "-n", "1")
-    (problem,) = ran.record().problems
+    record = ran.record()
+    assert record.provenance["rules"]["C6"] == RULE.removeprefix("C6: ")
+    (problem,) = record.problems
     assert str(problem).startswith("suites/compile/test_a.py::test_assert[cpu]: ")
-    assert str(problem).endswith(f"(at suites/compile/test_a.py:{line_of(ran, 'assert len')}) [{RULE}]")
-
-
-def test_rows_after_an_early_stop_are_one_line(ran: Project) -> None:
-    done = ran.pytest("-m", "cpu", "-n", "0", "-x")
-    assert "MISSING       3 rows not measured because the run stopped early\n" in done.out
-    assert "compile/one/graph_breaks" not in done.out
-    assert ran.verdicts()["one"] == "MISSING", "the record contains every row"
-
-
-def test_report_shows_numbers_limit_and_rule_of_red_row(ran: Project) -> None:
-    ran.pytest("-m", "cpu", "-n", "1")
-    shown = page.of(ran.record())
+    assert str(problem).endswith(f"(at {at['assert len']}) [{RULE}]")
+    shown = page.of(record)
     row = next(r for r in shown.rows if r.id == "compile/changed/graph_breaks")
     assert (row.candidate, row.reviewed, row.limit, row.rule) == ("5", "4", "= 4", RULE)
     assert row.place.endswith(", model/hybrid.py:88")
@@ -86,11 +71,15 @@ def test_report_shows_numbers_limit_and_rule_of_red_row(ran: Project) -> None:
     assert "| verdict | row | adopted | candidate | reviewed | limit | why | rule | place |" in text
     assert "| 5 | 4 | = 4 |" in text
     assert markdown.escape(RULE) in text
-    report = ran.bumpgate("report", "record.json")
-    assert report.code == 0, report.err
-    html = (ran.root / "record.html").read_text()
-    assert "Reviewed" in html
-    assert RULE in html
+    html = html_page(shown)
+    assert ("Reviewed" in html, RULE in html) == (True, True)
+
+
+def test_rows_after_an_early_stop_are_one_line(ran: Project) -> None:
+    done = ran.pytest("-m", "cpu", "-n", "0", "-x")
+    assert "MISSING       3 rows not measured because the run stopped early\n" in done.out
+    assert "compile/one/graph_breaks" not in done.out
+    assert ran.verdicts()["one"] == "MISSING", "the record contains every row"
 
 
 ROW = {"unit": "n", "witness": 1, "rule": "C1"}

@@ -24,22 +24,8 @@ LONE = "\udc80"
 SHOWN = "\\udc80"
 # Fields that identify or date a file, or that a reader parses.
 KEPT = {
-    "lane",
-    "started",
-    "kind",
-    "verdict",
-    "id",
-    "test",
-    "rule",
-    "better",
-    "decision",
-    "label",
-    "record",
-    "selection",
-    "inputs",
-    "sessions",
-    "binding",
-    "digests",
+    *("lane", "started", "kind", "verdict", "id", "test", "rule", "better", "decision", "label", "record"),
+    *("selection", "inputs", "sessions", "binding", "digests", "candidate"),
 }
 SOON = str(today() + timedelta(30))
 WHO = ("--lane", "cpu", "--owner", "ada", "--reason", "upstream", "--expires", SOON, "--other-tree")
@@ -48,7 +34,7 @@ WHO = ("--lane", "cpu", "--owner", "ada", "--reason", "upstream", "--expires", S
 def with_lone_surrogates(raw: Any) -> Any:
     """Add one to each text that may be of the environment."""
     if isinstance(raw, dict):
-        return {key: x if key in KEPT | {"candidate"} else with_lone_surrogates(x) for key, x in raw.items()}
+        return {key: x if key in KEPT else with_lone_surrogates(x) for key, x in raw.items()}
     if isinstance(raw, list):
         return [x if x == BREAKS else with_lone_surrogates(x) for x in raw]
     return raw + LONE if isinstance(raw, str) and not raw.endswith(".json") else raw
@@ -73,55 +59,50 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        [["history", "add", "GATE", "RECORD"], ["history", BREAKS]],
-        [["history", "add", "GATE"], ["findings", "list"], ["dashboard", "site"]],
-        [["history", "add", "GATE"], ["notify", "--github", "o/r", "--dry-run"]],
-        [["report", "GATE", "--html", "g.html", "--junit", "g.xml", "--markdown", "g.md"]],
-        [["report", "RECORD", "--html", "r.html"]],
-        [["rebaseline", "--lane", "cpu", "--record", "RECORD", "--other-tree", "--dry-run"]],
-        [["accept", BREAKS, *WHO, "--record", "RECORD"]],
-        [["accept", BREAKS, *WHO, "--record", "GATE"]],
-    ],
-    ids=lambda lines: " ".join(lines[-1][:2]),
-)
+READ = [
+    [["history", "add", "GATE", "RECORD"], ["history", BREAKS], ["findings", "list"], ["dashboard", "site"]],
+    [["history", "add", "GATE"], ["notify", "--github", "o/r", "--dry-run"]],
+    [["report", "GATE", "--html", "g.html", "--junit", "g.xml", "--markdown", "g.md"]],
+    [["report", "RECORD", "--html", "r.html"]],
+    [["rebaseline", "--lane", "cpu", "--record", "RECORD", "--other-tree", "--dry-run"]],
+    [["accept", BREAKS, *WHO, "--record", "RECORD"]],
+    [["accept", BREAKS, *WHO, "--record", "GATE"]],
+]
+REFUSED = [
+    ["history", "add", f"{LONE}.json"],
+    ["history", LONE],
+    ["history", f"a/b/c{LONE}", "--lane", LONE],
+    ["findings", "owner", LONE, "ada"],
+    ["findings", "list", "--lane", LONE],
+    ["accept", BREAKS, *WHO[:3], LONE, *WHO[4:], "--record", "RECORD"],
+    ["accept", BREAKS, *WHO[:5], LONE, *WHO[6:], "--record", "RECORD"],
+    ["notify", "--github", "o/r", "--dry-run", "--lane", LONE],
+    ["report", LONE],
+    ["gate", "--lane", LONE],
+]
+
+
+@pytest.mark.parametrize("lines", READ, ids=lambda lines: " ".join(lines[-1][:2]))
 def test_command_reads_lone_surrogates(
     gate: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], lines: list[list[str]]
 ) -> None:
     names = {"GATE": str(gate), "RECORD": str(gate.with_name("candidate.json"))}
     for line in lines:
-        assert bumpgate(monkeypatch, *(names.get(word, word) for word in line)) == 0, capfd.readouterr().err
-        assert "Traceback" not in capfd.readouterr().err
+        code = bumpgate(monkeypatch, *(names.get(word, word) for word in line))
+        err = capfd.readouterr().err
+        assert (code, "Traceback" in err) == (0, False), err
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        ["history", "add", f"{LONE}.json"],
-        ["history", LONE],
-        ["history", f"a/b/c{LONE}", "--lane", LONE],
-        ["findings", "owner", LONE, "ada"],
-        ["findings", "list", "--lane", LONE],
-        ["accept", BREAKS, *WHO[:3], LONE, *WHO[4:], "--record", "RECORD"],
-        ["accept", BREAKS, *WHO[:5], LONE, *WHO[6:], "--record", "RECORD"],
-        ["notify", "--github", "o/r", "--dry-run", "--lane", LONE],
-        ["report", LONE],
-        ["gate", "--lane", LONE],
-    ],
-    ids=lambda line: " ".join(line[:2]).encode("ascii", "backslashreplace").decode(),
-)
 def test_option_with_lone_surrogate_is_no_traceback(
-    gate: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], line: list[str]
+    gate: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert bumpgate(monkeypatch, "history", "add", str(gate)) == 0
     capfd.readouterr()
-    arguments = [str(gate.with_name("candidate.json")) if word == "RECORD" else word for word in line]
-    code = bumpgate(monkeypatch, *arguments)
-    err = capfd.readouterr().err
-    assert code in (0, 4), err
-    assert len(err.splitlines()) <= 1
+    for line in REFUSED:
+        arguments = [str(gate.with_name("candidate.json")) if word == "RECORD" else word for word in line]
+        code = bumpgate(monkeypatch, *arguments)
+        err = capfd.readouterr().err
+        assert (code in (0, 4), len(err.splitlines()) <= 1) == (True, True), (line, err)
 
 
 def test_binding_of_a_gate_with_such_a_file_is_valid(tmp_path: Path) -> None:

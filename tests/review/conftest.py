@@ -1,13 +1,28 @@
-"""Shared by the tests of adoption."""
+"""Shared by the tests of what changes reviewed files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.adopting import AdoptTree
+from tests.support.reports import bumpgate
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Return a function that calls bumpgate in this process -> exit code, stdout, stderr."""
+    monkeypatch.delenv("BUMPGATE_GATE", raising=False)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        code = bumpgate(monkeypatch, *args)
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`bumpgate adopt`: from a gate of real environments to the adopted set in one step, or a refusal in one line."""
+"""`bumpgate adopt` and its undo: from gates of real environments to the adopted set in one step, or a refusal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,34 @@ from bumpgate.core.baseline import load
 from bumpgate.env.lane import lane_lock
 from bumpgate.env.locks import read_lock
 from bumpgate.history import adoptions
+from bumpgate.history.adoptions import Adoption
+from bumpgate.process.file_transaction import ADOPTION, Operation, digest
 from bumpgate.process.tree_digest import bind
 from suites.support.planted import planted
-from tests.support.adopting import LANE, LOG, NODE, WRITTEN, AdoptTree, Change, patched, rewrite_gate, wheels
-from tests.support.local_index import LocalIndex, fake_wheel
+from tests.support.adopting import (
+    CANARY_NODE,
+    LANE,
+    LOG,
+    NODE,
+    VERSIONS,
+    WRITTEN,
+    AdoptTree,
+    Change,
+    patched,
+    rewrite_gate,
+    torch_wheel,
+    wheels,
+)
+from tests.support.local_index import LocalIndex
+from tests.support.project import Result
 from tests.support.reports import save_record
 
 pytestmark = pytest.mark.long(54)
 
 REVIEWED = ("--reviewed", "release/facts/category", "--reason", "deprecated classes became future ones")
+ADOPT, HELD = ("adopt", "9.10.0/gate.json"), ("adopt", "9.11.0/gate.json")
+UNDO = ("rollback", "cpu", "--adoption", "--no-smoke")
+KILL = "if len(seen) == {}: os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +54,7 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdoptTree]:
     folder = tmp_path_factory.mktemp("adopt")
     with LocalIndex(wheels(folder / "wheels")) as index:
         tree = AdoptTree(folder / "tree", index, folder / "home")
-        for version, code in (("9.10.0", 0), ("9.11.0", 1), ("9.12.0", 1)):
+        for version, code in (("9.10.0", 0), ("9.11.0", 1)):
             done = tree.gate(version)
             assert done.code == code, done.out + done.err
             review = " --reviewed ROW --reason TEXT, for each intended change" if code else ""
@@ -44,22 +63,24 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdoptTree]:
         tree.end()
 
 
-def adopt(tree: AdoptTree, version: str, *more: str) -> Any:
-    return tree.bumpgate("adopt", f"{version}/gate.json", *more)
+def ran(tree: AdoptTree, *command: str) -> Result:
+    """Run a command that must succeed, and must leave no journal and no half-written file."""
+    done = tree.bumpgate(*command)
+    assert done.code == 0, done.out + done.err
+    assert not tree.journal.exists()
+    assert not list(tree.root.rglob("*.partial"))
+    return done
 
 
-def refused(tree: AdoptTree, words: str, version: str, *more: str) -> None:
-    before = tree.files()
-    done = adopt(tree, version, *more)
-    assert (done.code, done.out, len(done.err.splitlines())) == (4, "", 1), done.out + done.err
-    assert words in done.err
-    assert tree.files() == before
+def written(tree: AdoptTree) -> dict[str, bytes | None]:
+    """Return the content of the files that an adoption writes, but for its log."""
+    return {name: text for name, text in tree.files().items() if name != Path(LOG).name}
 
 
 def test_adopt_writes_the_candidate_as_adopted_set(tree: AdoptTree) -> None:
     before = load(tree.root / "baselines/cpu.json", "cpu")
-    done = adopt(tree, "9.10.0")
-    assert (done.code, done.err) == (0, "fetching torch-9.10.0-py3-none-any.whl\n"), done.out + done.err
+    done = ran(tree, *ADOPT)
+    assert done.err == "fetching torch-9.10.0-py3-none-any.whl\n"
     assert done.out.startswith("lane cpu: torch 9.9.0 -> 9.10.0, ADOPT of the gate of ")
     assert "  torch 9.9.0 -> 9.10.0\n" in done.out
     assert read_lock(lane_lock(tree.root, "cpu")).versions == {"pytest": "99.0", "torch": "9.10.0"}
@@ -73,85 +94,56 @@ def test_adopt_writes_the_candidate_as_adopted_set(tree: AdoptTree) -> None:
     kept = after.rows["release/facts/saved_bytes"]
     assert (kept.value, kept.tolerance, kept.note) == (100, 0.02, "widened by hand")
     assert after.made_with["torch"] == "9.10.0"
+    assert f"  tests       1 new: {CANARY_NODE}\n" in done.out
+    assert (tree.root / "baselines/cpu.tests").read_text() == f"{CANARY_NODE}\n{NODE}\n"
     entry = adoptions.load(tree.root).last("cpu")
     assert entry
     assert (entry.old, entry.new, entry.decision, entry.reviewed) == ("9.9.0", "9.10.0", "ADOPT", ())
-    assert not tree.journal.exists()
-    refused(tree, "9.10.0/gate.json is stale (tree: baselines/adoptions.toml, baselines/cpu.json, ", "9.10.0")
+    tree.refused("9.10.0/gate.json is stale (tree: baselines/adoptions.toml, baselines/cpu.json, ", *ADOPT)
+    ran(tree, "freeze", "--lane", "cpu")
+    assert (tree.root / "pyproject.toml").read_text() == project, "a freeze keeps the adoption"
 
 
 def test_lane_is_green_after_adopt_and_red_after_rollback(tree: AdoptTree) -> None:
-    """The complete flow: the lane is red in the candidate, green after adoption, and red again after rollback."""
-    python = json.loads((tree.root / "9.11.0/gate.json").read_text())["sides"]["candidate"]["python"]
-
-    def lane() -> int:
-        command = [python, "-m", "pytest", "-m", "cpu", "-n", "0", "--gate", "--record=record.json"]
-        env = tree.env | {"PYTHONPATH": str(tree.root)}
-        return subprocess.run(command, cwd=tree.root, env=env, capture_output=True, timeout=120).returncode
-
-    files = tree.files()
-    assert lane() == 1
-    done = adopt(tree, "9.11.0", *REVIEWED)
-    assert done.code == 0, done.err
-    assert f"check: {python} -m pytest -m cpu --gate\n" in done.out
-    assert lane() == 0
-    back = tree.bumpgate("rollback", "cpu", "--adoption")
-    assert back.code == 0, back.out + back.err
-    assert back.out.startswith(f"restored {', '.join(WRITTEN)}: lane cpu, torch 9.11.0 -> 9.9.0\n")
-    assert "rollback cpu: 2 wheels verified, built offline in " in back.out
-    assert "suites/canaries green in " in back.out
-    restored = tree.files()
-    closed = restored.pop(Path(LOG).name)
-    assert restored == {name: text for name, text in files.items() if name in restored}
-    assert closed
-    assert b"rolled_back = " in closed
-    assert lane() == 1
-
-
-def test_adopt_stores_wheels_of_both_sets(tree: AdoptTree) -> None:
-    """A rollback works offline although the earlier set was never frozen on this host."""
-    shutil.rmtree(tree.home / "store")
-    done = adopt(tree, "9.10.0")
-    fetched = {line for line in done.err.splitlines() if line.startswith("fetching ")}
-    expected = {f"fetching torch-{version}-py3-none-any.whl" for version in ("9.9.0", "9.10.0")}
-    assert (done.code, fetched >= expected) == (0, True), done.err
-    back = tree.bumpgate("rollback", "cpu", "--adoption")
-    assert "rollback cpu: 2 wheels verified, built offline in " in back.out, back.out + back.err
-
-
-def test_adopt_says_what_rollback_cannot_restore(tree: AdoptTree) -> None:
-    shutil.rmtree(tree.home / "store")
-    tree.env["UV_DEFAULT_INDEX"] = tree.env["UV_DEFAULT_INDEX"].replace("/index", "/empty")
-    done = adopt(tree, "9.10.0")
-    assert done.code == 0, done.err
-    assert "torch-9.9.0-py3-none-any.whl: rollback cannot restore the earlier set\n" in done.err
-
-
-def test_reviewed_finding_is_adopted_and_recorded(tree: AdoptTree) -> None:
-    done = adopt(tree, "9.11.0", *REVIEWED)
-    assert done.code == 0, done.out + done.err
-    assert (
-        "reviewed release/facts/category (CHANGED category): deprecated classes became future ones"
-        in done.out
-    )
+    """The complete flow with a reviewed finding: the lane is red in the candidate before and after."""
+    before = written(tree)
+    assert tree.run_lane("9.11.0")[0] == 1
+    done = ran(tree, *HELD, *REVIEWED)
+    assert f"check: {tree.candidate('9.11.0')} -m pytest -m cpu --gate\n" in done.out
+    assert f"reviewed release/facts/category (CHANGED category): {REVIEWED[3]}" in done.out
     rows = load(tree.root / "baselines/cpu.json", "cpu").rows
     assert rows["release/facts/category"].value == "FutureWarning"
     entry = adoptions.load(tree.root).last("cpu")
     assert entry
-    assert [vars(r) for r in entry.reviewed] == [
-        {
-            "row": "release/facts/category",
-            "finding": "CHANGED category",
-            "reason": "deprecated classes became future ones",
-        }
-    ]
+    (kept,) = entry.reviewed
+    assert (kept.row, kept.finding, kept.reason) == (REVIEWED[1], "CHANGED category", REVIEWED[3])
+    assert tree.run_lane("9.11.0")[0] == 0
+    back = ran(tree, "rollback", "cpu", "--adoption")
+    assert back.out.startswith(f"restored {', '.join(WRITTEN)}: lane cpu, torch 9.11.0 -> 9.9.0\n")
+    assert "rollback cpu: 2 wheels verified, built offline in " in back.out
+    assert "suites/canaries green in " in back.out
+    assert written(tree) == before
+    assert "rolled_back = " in (tree.root / LOG).read_text()
+    assert tree.run_lane("9.11.0")[0] == 1
+
+
+def test_adopt_stores_wheels_of_both_sets(tree: AdoptTree) -> None:
+    """A rollback works offline although the earlier set was never frozen here; else adopt says what it lacks."""
+    shutil.rmtree(tree.home / "store")
+    done = ran(tree, *ADOPT)
+    fetched = {line for line in done.err.splitlines() if line.startswith("fetching ")}
+    assert fetched >= {f"fetching torch-{version}-py3-none-any.whl" for version in ("9.9.0", "9.10.0")}
+    assert "rollback cpu: 2 wheels verified, built offline in " in ran(tree, *UNDO).out
+    shutil.rmtree(tree.home / "store")
+    (tree.root / LOG).unlink()
+    tree.env["UV_DEFAULT_INDEX"] = tree.env["UV_DEFAULT_INDEX"].replace("/index", "/empty")
+    assert "torch-9.9.0-py3-none-any.whl: rollback cannot restore the earlier set\n" in ran(tree, *ADOPT).err
 
 
 def test_dry_run_prints_the_diff_and_writes_nothing(tree: AdoptTree) -> None:
     before = tree.files()
-    done = adopt(tree, "9.11.0", *REVIEWED, "--dry-run")
-    assert (done.code, done.err) == (0, "")
-    assert tree.files() == before
+    done = ran(tree, *HELD, *REVIEWED, "--dry-run")
+    assert (done.err, tree.files()) == ("", before)
     assert '+version = "9.11.0"\n' in done.out
     heads = [line for line in done.out.splitlines() if line.startswith("+++ ")]
     assert heads == [f"+++ b/{path}" for path in (*WRITTEN, LOG)]
@@ -161,23 +153,29 @@ def test_dry_run_prints_the_diff_and_writes_nothing(tree: AdoptTree) -> None:
     by_patch = tree.files()
     for path, text in zip((tree.root / p for p in (*WRITTEN, LOG)), before.values()):
         path.unlink() if text is None else path.write_bytes(text)
-    assert adopt(tree, "9.11.0", *REVIEWED).code == 0
+    ran(tree, *HELD, *REVIEWED)
     assert tree.files() == by_patch, "the printed diff equals what is written"
-
-
-def problem(raw: dict[str, Any]) -> None:
-    raw["problems"] = [{"test": NODE, "kind": "failed", "why": "boom"}]
 
 
 def of_side(side: str, **packages: str) -> Change:
     return lambda raw: raw["sides"][side]["packages"].update(packages)
 
 
+def problem(raw: dict[str, Any]) -> None:
+    raw["problems"] = [{"test": NODE, "kind": "failed", "why": "boom"}]
+
+
+def other_python(raw: dict[str, Any]) -> None:
+    raw["config"].update(python_adopted="/x")
+    of_side("adopted", torch="9.7.0")(raw)
+
+
+BROKEN = {"graphs": "read 2, knows 1"}
 # Evidence that does not suffice, in a gate that was judged from it: (words, change of gate.json, of candidate.json).
 INSUFFICIENT: dict[str, tuple[str, Change, Change]] = {
     "another gap": (
         "a review does not close gaps in the evidence: INSTRUMENT instrument graphs: read 2",
-        lambda raw: raw["sides"]["candidate"].update(canaries={"graphs": "read 2, knows 1"}),
+        lambda raw: raw["sides"]["candidate"].update(canaries=BROKEN),
         bool,
     ),
     "unfinished": (
@@ -195,11 +193,7 @@ INSUFFICIENT: dict[str, tuple[str, Change, Change]] = {
         lambda raw: raw["config"].update(adopted="torch==9.8.0"),
         bool,
     ),
-    "other adopted interpreter": (
-        "does not compare with the adopted set (torch 9.9.0 -> 9.7.0)",
-        lambda raw: (raw["config"].update(python_adopted="/x"), of_side("adopted", torch="9.7.0")(raw)),
-        bool,
-    ),
+    "other python": ("does not compare with the adopted set (torch 9.9.0 -> 9.7.0)", other_python, bool),
     "commit": ("is stale (commit 123 -> none)", lambda raw: raw["binding"].update(commit="123"), bool),
     "bumpgate": ("is stale (bumpgate 0.0 -> ", lambda raw: raw["binding"].update(bumpgate="0.0"), bool),
     "packages": (
@@ -216,25 +210,12 @@ INSUFFICIENT: dict[str, tuple[str, Change, Change]] = {
 def test_adopt_refuses_insufficient_gate(tree: AdoptTree, name: str) -> None:
     words, gate, candidate = INSUFFICIENT[name]
     rewrite_gate(tree.root / "9.11.0", gate, candidate)
-    refused(tree, words, "9.11.0", *REVIEWED)
+    tree.refused(words, *HELD, *REVIEWED)
 
 
 def test_adopt_refuses_a_gate_with_a_gap(tree: AdoptTree) -> None:
-    broken = {"graphs": "read 2, knows 1"}
-    rewrite_gate(tree.root / "9.10.0", lambda raw: raw["sides"]["adopted"].update(canaries=broken))
-    refused(tree, "UNKNOWN, with 1 gaps in the evidence", "9.10.0")
-
-
-def of_record(side: str, change: Change, *, sealed: bool = True) -> Callable[[Path], Any]:
-    """Return an edit of a side's record. sealed: with the digest that a run would have given it."""
-
-    def edit(folder: Path) -> None:
-        path = folder / f"{side}.json"
-        raw = json.loads(path.read_text())
-        change(raw)
-        save_record(path, raw) if sealed else path.write_text(json.dumps(raw))
-
-    return edit
+    rewrite_gate(tree.root / "9.10.0", lambda raw: raw["sides"]["adopted"].update(canaries=BROKEN))
+    tree.refused("UNKNOWN, with 1 gaps in the evidence", *ADOPT)
 
 
 def of_gate(change: Change) -> Callable[[Path], Any]:
@@ -246,44 +227,29 @@ def of_gate(change: Change) -> Callable[[Path], Any]:
     return edit
 
 
-def swap(folder: Path) -> None:
-    shutil.copy(folder / "adopted.json", folder / "candidate.json")
+def without_rows(folder: Path) -> None:
+    """Edit a record and give it the digest that a run would have given it."""
+    raw = json.loads((folder / "candidate.json").read_text())
+    save_record(folder / "candidate.json", raw | {"rows": []})
 
 
+# tests/gate/test_evidence.py has every edit of a gate; these reach each command that reads one.
 EDITED: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "adopt": ("other decision", of_gate(lambda raw: raw.update(decision="ADOPT", findings=[]))),
-    "no findings": (
-        "states HOLD, and its worst finding is ADOPT",
-        of_gate(lambda raw: raw.update(findings=[])),
-    ),
+    "decision": ("other decision", of_gate(lambda raw: raw.update(decision="ADOPT", findings=[]))),
     "harmless": (
         "states HOLD, and its worst finding is ADOPT",
         of_gate(lambda raw: [f.update(decision="ADOPT") for f in raw["findings"]]),
     ),
-    "head": ("other findings", of_gate(lambda raw: raw["findings"][0].update(head="nothing"))),
-    "other row": ("other findings", of_gate(lambda raw: raw["findings"][0].update(rows=["a/b/c"]))),
-    "moved": ("other moved", of_gate(lambda raw: raw.update(moved=[]))),
-    "finished": ("finished must be a bool, got 'no'", of_gate(lambda raw: raw.update(finished="no"))),
-    "config": ("config must be a dict, got None", of_gate(lambda raw: raw.update(config=None))),
+    "row": ("other findings", of_gate(lambda raw: raw["findings"][0].update(rows=["a/b/c"]))),
     "selection": (
         "not a gate that can be resumed (TypeError: ",
         of_gate(lambda raw: raw["config"].update(selection=3)),
     ),
-    "packages": ("evidence changed since", of_gate(of_side("candidate", torch="9.10.0"))),
     "no digests": ("it does not hold what it was judged from", of_gate(lambda raw: raw.pop("digests"))),
-    "no inputs": ("it does not hold what it was judged from", of_gate(lambda raw: raw.update(inputs=None))),
     "no binding": ("evidence changed since", of_gate(lambda raw: raw.update(binding=None))),
-    "swapped": ("candidate.json changed since the verdict", swap),
-    "no rows": ("candidate.json changed since", of_record("candidate", lambda raw: raw.update(rows=[]))),
-    "a value": (
-        "adopted.json changed since",
-        of_record("adopted", lambda raw: raw["rows"][1]["row"].update(value="FutureWarning")),
-    ),
-    "complete": (
-        "changed since the verdict",
-        of_record("candidate", lambda raw: raw.update(complete="false"), sealed=False),
-    ),
-    "lost": ("candidate.json changed since", lambda folder: (folder / "candidate.json").unlink()),
+    "no rows": ("candidate.json changed since", without_rows),
+    "lane": ("", of_gate(lambda raw: raw.update(lane="tpu"))),
+    "no lane": ("", of_gate(lambda raw: raw.update(lane=None))),
 }
 
 
@@ -292,21 +258,9 @@ EDITED: dict[str, tuple[str, Callable[[Path], Any]]] = {
 def test_edited_gate_is_believed_nowhere(tree: AdoptTree, name: str) -> None:
     words, edit = EDITED[name]
     edit(tree.root / "9.11.0")
-    refused(tree, words, "9.11.0", *REVIEWED)
-    for command in (("report",), ("history", "add")):
-        done = tree.bumpgate(*command, "9.11.0/gate.json")
-        assert (done.code, done.out, len(done.err.splitlines())) == (4, "", 1), done.out + done.err
-        assert words in done.err
+    for command in ((*HELD, *REVIEWED), ("report", HELD[1]), ("history", "add", HELD[1])):
+        tree.refused(words, *command)
     assert not (tree.root / "9.11.0/gate.html").exists()
-
-
-@pytest.mark.parametrize("lane", ["tpu", 3, None])
-def test_gate_of_a_lane_that_is_not_declared_is_one_line(tree: AdoptTree, lane: object) -> None:
-    of_gate(lambda raw: raw.update(lane=lane))(tree.root / "9.11.0")
-    before = tree.files()
-    done = adopt(tree, "9.11.0", *REVIEWED)
-    assert (done.code, done.out, len(done.err.splitlines())) == (4, "", 1), done.out + done.err
-    assert tree.files() == before
 
 
 def test_adopt_refuses_gate_whose_acceptance_expired(tree: AdoptTree) -> None:
@@ -317,114 +271,67 @@ def test_adopt_refuses_gate_whose_acceptance_expired(tree: AdoptTree) -> None:
     now = bind(tree.root, tree.root / "9.11.0").to_json()
     rewrite_gate(tree.root / "9.11.0", lambda raw: raw.update(started=f"{day}T00:00:00+00:00", binding=now))
     words = f"is stale (the acceptance of release/facts/category expired {day}): gate again"
-    refused(tree, words, "9.11.0", *REVIEWED)
+    tree.refused(words, *HELD, *REVIEWED)
     resumed = tree.gate("9.11.0", "--resume")
-    assert resumed.code == 4
-    assert words in resumed.err
+    assert (resumed.code, words in resumed.err) == (4, True)
 
 
-OPTIONS = {
-    "nothing reviewed": (
-        (),
-        "not reviewed (1): CHANGED release/facts/category; name each with --reviewed ROW",
-    ),
-    "no reason": (("--reviewed", "release/*/category"), "1 --reviewed and 0 --reason"),
-    "reason alone": (("--reason", "x"), "--reason requires --reviewed"),
-    "candidate": (
-        ("--candidate", "torch==9.11.0"),
-        "--candidate torch==9.11.0: 9.11.0/gate.json is of --candidate torch==9.11.0, whose set it has resolved:"
-        " leave --candidate out\n",
-    ),
-    "index": (("--index", "http://x"), "resolved: leave --index out\n"),
-    "find-links": (("--find-links", "x"), "--find-links x: 9.11.0/gate.json is of --candidate "),
-    "no kernel wheels": (
-        (*REVIEWED, "--without", "fast"),
-        "--without fast: not a kernel wheel of lane cpu (none)",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_adopt_refuses_incomplete_review(tree: AdoptTree, name: str) -> None:
-    options, words = OPTIONS[name]
-    refused(tree, words, "9.11.0", *options)
-
-
-def test_derived_row_cannot_be_reviewed_away(tree: AdoptTree) -> None:
-    words = "release/facts/graph_breaks is red whatever the baseline holds (expected 13 (derived), measured 14 breaks"
-    refused(tree, words.removesuffix(" breaks"), "9.12.0", "--reviewed", "release/*", "--reason", "one more")
-
-
-@planted("C39", "a test that crashes in the candidate takes its derived rows along")
-def test_row_of_a_crashed_test_cannot_be_reviewed_away(tree: AdoptTree) -> None:
-    """Of its rows, the first is reported and unchanged; the derived one is not."""
-    lines = {"torch/__init__.py": "__version__ = '9.14.0'\nCATEGORY = 'DeprecationWarning'\n"}
-    lines["torch/version.py"] = "__version__ = '9.14.0'\ngit_version = 'f00d'\n"
-    made = [*wheels(tree.home / "wheels"), fake_wheel(tree.home / "wheels", "torch", "9.14.0", lines)]
-    with LocalIndex(made) as index:
-        tree.env["UV_DEFAULT_INDEX"] = index.url
-        gate = tree.gate("9.14.0")
-        assert gate.code == 1, gate.out + gate.err
-        refused(tree, "change its test", "9.14.0", "--reviewed", "release/*", "--reason", "gone upstream")
-
-
-def test_adopt_refuses_edited_tree_and_missing_files(tree: AdoptTree) -> None:
+def test_options_and_files_that_do_not_fit_the_gate_are_refused(tree: AdoptTree) -> None:
+    given = "--candidate torch==9.11.0: 9.11.0/gate.json is of --candidate torch==9.11.0, whose set it has resolved:"
+    for options, words in (
+        ((), "not reviewed (1): CHANGED release/facts/category; name each with --reviewed ROW"),
+        (("--candidate", "torch==9.11.0"), f"{given} leave --candidate out\n"),
+        (("--index", "http://x"), "resolved: leave --index out\n"),
+        (("--find-links", "x"), "--find-links x: 9.11.0/gate.json is of --candidate "),
+        ((*REVIEWED, "--without", "fast"), "--without fast: not a kernel wheel of lane cpu (none)"),
+    ):
+        tree.refused(words, *HELD, *options)
+    unknown = "candidate.pylock.toml does not exist, so the candidate's wheels are unknown"
     (tree.root / "9.10.0/candidate.pylock.toml").unlink()
-    refused(tree, "candidate.pylock.toml does not exist, so the candidate's wheels are unknown", "9.10.0")
-    refused(tree, "none/gate.json: cannot be read", "none")
-    (tree.root / "9.11.0/gate.json").write_text((tree.root / "9.11.0/candidate.json").read_text())
-    refused(tree, "is the record of one run: name the gate.json of a gate", "9.11.0")
+    tree.refused(unknown, *ADOPT)
+    tree.refused("none/gate.json: cannot be read", "adopt", "none/gate.json")
+    record = "is the record of one run: name the gate.json of a gate"
+    tree.refused(record, "adopt", "9.11.0/candidate.json")
     tree.write("suites/release/conftest.py", "")
-    refused(tree, "9.12.0/gate.json is stale (tree: suites/release/conftest.py): gate again", "9.12.0")
+    tree.refused("9.11.0/gate.json is stale (tree: suites/release/conftest.py): gate again", *HELD, *REVIEWED)
 
 
 @planted("C39", "kill -9 between two of an adoption's writes")
-@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize("at", [1, 2, 5])
 def test_killed_adoption_is_undone_by_the_next_command(tree: AdoptTree, at: int) -> None:
     before = tree.files()
-    arguments = ("adopt", "9.11.0/gate.json", *REVIEWED)
-    code, _, _ = patched(tree, f"if len(seen) == {at}: os.kill(os.getpid(), signal.SIGKILL)", *arguments)
-    assert code == -9
+    assert patched(tree, KILL.format(at), *HELD, *REVIEWED)[0] == -9
     assert tree.journal.exists()
-    gate = tree.gate("9.9.0")
-    assert (gate.code, len(gate.err.splitlines())) == (4, 1)
-    words = "the adoption of lane cpu was cut short here: undo it with: bumpgate rollback cpu --adoption"
-    assert words in gate.err
     cut = tree.files()
-    dry = adopt(tree, "9.11.0", *REVIEWED, "--dry-run")
-    assert (dry.code, dry.out, tree.files()) == (4, "", cut), "a dry run recovers nothing"
-    assert words in dry.err
+    words = "the adoption of lane cpu was cut short here: undo it with: bumpgate rollback cpu --adoption"
+    for command in (
+        ("gate", "--lane", "cpu", "--candidate", "torch==9.9.0"),
+        (*HELD, *REVIEWED, "--dry-run"),
+    ):
+        tree.refused(words, *command)
+        assert tree.files() == cut, "a gate and a dry run recover nothing"
     if at % 2:
-        back = tree.bumpgate("rollback", "cpu", "--adoption", "--no-smoke")
-        assert back.code == 0, back.out + back.err
-        assert tree.files() == before
-    again = adopt(tree, "9.11.0", *REVIEWED)
-    assert again.code == 0, again.err
-    assert not list(tree.root.rglob("*.partial"))
-    assert not tree.journal.exists()
+        assert "the adoption of lane cpu was cut short\n" in ran(tree, *UNDO).out
+        assert tree.files() == before, "that is all that is undone"
+    ran(tree, *HELD, *REVIEWED)
     assert len(adoptions.load(tree.root).entries) == 1
 
 
 def test_edit_after_a_killed_adoption_is_kept(tree: AdoptTree) -> None:
-    kill = "if len(seen) == 3: os.kill(os.getpid(), signal.SIGKILL)"
-    patched(tree, kill, "adopt", "9.11.0/gate.json", *REVIEWED)
+    patched(tree, KILL.format(3), *HELD, *REVIEWED)
     tree.write("pyproject.toml", "mine")
     words = "pyproject.toml was edited after the adoption of lane cpu was cut short: restore it with git"
-    refused(tree, words, "9.11.0", *REVIEWED)
+    tree.refused(words, *HELD, *REVIEWED)
 
 
-@pytest.mark.parametrize("error", ["ENOSPC", "EROFS"])
-@pytest.mark.parametrize("at", [1, 4])
-def test_failed_write_leaves_every_file_unchanged(tree: AdoptTree, error: str, at: int) -> None:
+@pytest.mark.parametrize(("at", "error"), [(1, "ENOSPC"), (5, "EROFS")])
+def test_failed_write_leaves_every_file_unchanged(tree: AdoptTree, at: int, error: str) -> None:
     before = tree.files()
     number = getattr(errno, error)
     fault = f"if len(seen) == {at}: raise OSError({number}, os.strerror({number}), str(b))"
-    code, out, err = patched(tree, fault, "adopt", "9.10.0/gate.json")
-    assert (code, out) == (125, "")
-    assert err.splitlines()[-1].endswith("; nothing was adopted")
-    assert tree.files() == before
-    assert not list(tree.root.rglob("*.partial"))
-    assert not tree.journal.exists()
+    code, out, err = patched(tree, fault, *ADOPT)
+    assert (code, out, err.splitlines()[-1].endswith("; nothing was adopted")) == (125, "", True)
+    assert (tree.files(), tree.journal.exists(), list(tree.root.rglob("*.partial"))) == (before, False, [])
 
 
 def test_full_disk_while_staging_changes_nothing(tree: AdoptTree) -> None:
@@ -432,56 +339,136 @@ def test_full_disk_while_staging_changes_nothing(tree: AdoptTree) -> None:
     before = tree.files()
     program = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     program += "resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))\nfrom bumpgate.cli import main; main()"
-    process = tree.start("-c", program, "adopt", "9.10.0/gate.json", "--no-store")
+    process = tree.start("-c", program, *ADOPT, "--no-store")
     out, err = process.communicate(timeout=120)
-    assert (process.returncode, out) == (125, ""), err
+    assert (process.returncode, out, tree.files()) == (125, "", before), err
     assert "File too large; nothing was adopted" in err
-    assert tree.files() == before
 
 
-def test_failing_index_changes_nothing(tree: AdoptTree, gated: AdoptTree) -> None:
+def test_failing_index_changes_nothing(tree: AdoptTree) -> None:
     tree.env["UV_DEFAULT_INDEX"] = "http://127.0.0.1:9/index"
     edited = tree.root / "9.10.0/candidate.pylock.toml"
     edited.write_text(edited.read_text().replace("127.0.0.1:", "127.0.0.1:9/x"))
     before = tree.files()
-    done = adopt(tree, "9.10.0")
-    assert (done.code, done.out) == (4, "")
+    done = tree.bumpgate(*ADOPT)
+    assert (done.code, done.out, tree.files()) == (4, "", before)
     assert "cannot be fetched" in done.err.splitlines()[-1]
-    assert tree.files() == before
+
+
+def test_guest_adopts_a_wheel_file_without_lock_and_pyproject(tree: AdoptTree) -> None:
+    """What `bumpgate init` makes: bumpgate.toml, a requirements file, and no lock."""
+    markers = "".join(f"    {line}\n" for line in ("cpu: a lane", "planted: a fault", "affected: a test"))
+    tree.write(
+        "pytest.ini", f"[pytest]\naddopts = -p bumpgate.plugin -n 0\npythonpath = .\nmarkers =\n{markers}"
+    )
+    lane = 'device = "cpu"\nrequirements = "requirements.txt"\ncanaries = "suites/canaries"\n'
+    tree.write("bumpgate.toml", f"[lanes.cpu]\n{lane}")
+    tree.write("requirements.txt", "pytest==99.0\ntorch==9.9.0  # reviewed\n")
+    (tree.root / "pyproject.toml").unlink()
+    shutil.rmtree(tree.root / "lanes")
+    wheel = torch_wheel(tree.root.parent / "my wheels", "9.15.0", VERSIONS["9.9.0"])
+    gated = tree.bumpgate("gate", "--lane", "cpu", "--candidate", f"../my wheels/{wheel.name}", "--out", "g")
+    assert gated.code == 0, gated.out + gated.err
+    shutil.rmtree(tree.home / "store")
+    done = ran(tree, "adopt", "g/gate.json")
+    files = ("lanes/cpu/pylock.toml", "requirements.txt", *WRITTEN[2:], LOG)
+    assert f"wrote {', '.join(files)}; review: git diff\n" in done.out
+    assert (tree.root / "requirements.txt").read_text() == "pytest==99.0\ntorch==9.15.0  # reviewed\n"
+    assert read_lock(lane_lock(tree.root, "cpu")).versions["torch"] == "9.15.0"
+    wheel.unlink()
+    ran(tree, "rollback", "cpu", "--no-smoke")
+    back = ran(tree, *UNDO)
+    words = "rollback cpu: the lane had no lock before the adoption, so there is no set to rebuild"
+    assert (back.out.splitlines()[1:], back.err) == ([words], "")
+    assert not lane_lock(tree.root, "cpu").exists()
+    assert adoptions.load(tree.root).unverified == frozenset()
+    assert tree.bumpgate("rollback", "cpu").code == 4
 
 
 def test_rollback_refuses_files_edited_since_adoption(tree: AdoptTree) -> None:
-    assert tree.bumpgate("rollback", "cpu", "--adoption").err == (
-        "bumpgate: lane cpu has no adoption to undo: baselines/adoptions.toml lists them\n"
-    )
-    assert adopt(tree, "9.10.0").code == 0
+    tree.refused("lane cpu has no adoption to undo: baselines/adoptions.toml lists them\n", *UNDO)
+    ran(tree, *ADOPT)
     tree.write("baselines/cpu.json", (tree.root / "baselines/cpu.json").read_text() + "\n")
-    before = tree.files()
-    done = tree.bumpgate("rollback", "cpu", "--adoption")
-    assert (done.code, done.out, len(done.err.splitlines())) == (4, "", 1)
-    assert "baselines/cpu.json changed since 9.10.0 was adopted on " in done.err
-    assert tree.files() == before
+    tree.refused("baselines/cpu.json changed since 9.10.0 was adopted on ", *UNDO)
 
 
-def test_rollback_restores_files_from_git(tree: AdoptTree) -> None:
-    def git(*arguments: str) -> None:
-        author = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
-        subprocess.run(["git", *author, *arguments], cwd=tree.root, check=True, capture_output=True)
+EARLIER = LANE.replace("reason", "earlier reason")
 
-    git("init", "-q")
-    git("add", *WRITTEN)
-    git("commit", "-qm", "one")
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=tree.root, capture_output=True, text=True
-    ).stdout
-    before = tree.files()
-    (tree.root / ".git").rename(tree.root.parent / "git")
-    assert adopt(tree, "9.10.0").code == 0
-    (tree.root.parent / "git").rename(tree.root / ".git")
-    for kept in (tree.home / "adoptions").glob("[0-9a-f]*"):
-        kept.unlink()
-    assert "neither in" in tree.bumpgate("rollback", "cpu", "--adoption").err
-    tree.write(LOG, (tree.root / LOG).read_text().replace('commit = ""', f'commit = "{commit.strip()}"'))
-    assert tree.bumpgate("rollback", "cpu", "--adoption", "--no-smoke").code == 0
-    after = tree.files()
-    assert [after[Path(p).name] for p in WRITTEN] == [before[Path(p).name] for p in WRITTEN]
+
+@pytest.fixture
+def adopted(tree: AdoptTree) -> dict[str, bytes | None]:
+    """The files before the adoption of 9.10.0, which itself follows an adoption of 9.9.0."""
+    path = "lanes/cpu/lane.toml"
+    before = written(tree)
+    ran(tree, *ADOPT)
+    (tree.home / "adoptions" / digest(EARLIER)).write_text(EARLIER)
+    files = {path: digest(EARLIER)}, {path: digest(LANE)}
+    entry = Adoption("cpu", date(2026, 1, 2), "torch==9.9.0", "9.8.0", "9.9.0", "ADOPT", "", "", *files)
+    log = adoptions.load(tree.root)
+    tree.write(LOG, adoptions.text(adoptions.Log((entry, *log.entries))))
+    assert written(tree) != before
+    return before
+
+
+def undone(tree: AdoptTree, before: dict[str, bytes | None], *command: str) -> Result:
+    """Run the command, after which exactly the adoption of 9.10.0 is undone."""
+    done = ran(tree, *(command or UNDO))
+    assert written(tree) == before
+    assert [a.new for a in adoptions.load(tree.root).entries if not a.rolled_back] == ["9.9.0"]
+    return done
+
+
+@planted("C39", "kill -9 between two of a rollback's writes")
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_killed_rollback_is_finished_by_the_same_command(
+    tree: AdoptTree, adopted: dict[str, bytes | None], at: int
+) -> None:
+    assert patched(tree, KILL.format(at), *UNDO)[0] == -9
+    words = "the rollback of lane cpu was cut short here: finish it with: bumpgate rollback cpu --adoption"
+    tree.refused(words, "gate", "--lane", "cpu", "--candidate", "torch==9.9.0")
+    assert ": the rollback of lane cpu was cut short\nrestored " in undone(tree, adopted).out
+
+
+def test_adoption_of_another_lane_that_was_cut_short_is_no_undo(
+    tree: AdoptTree, adopted: dict[str, bytes | None]
+) -> None:
+    tree.write("lanes/h200/pylock.toml", "new")
+    files = {"lanes/h200/pylock.toml": {"before": None, "after": digest("new")}}
+    tree.cut_short(json.dumps({**vars(Operation(ADOPTION, "h200")), "files": files}))
+    done = undone(tree, adopted)
+    assert done.out.startswith("restored lanes/h200/pylock.toml: the adoption of lane h200 was cut short\n")
+    assert not (tree.root / "lanes/h200/pylock.toml").exists()
+
+
+@planted("C39", "a rollback whose rebuild fails, and that is repeated")
+@pytest.mark.parametrize("adoption", [(), ("--adoption",)])
+def test_failed_rollback_is_finished_before_another_one(
+    tree: AdoptTree, adopted: dict[str, bytes | None], tmp_path: Path, adoption: tuple[str, ...]
+) -> None:
+    (tree.home / "store").rename(tmp_path / "store")
+    (tmp_path / "none").mkdir()
+    index, cache = tree.env["UV_DEFAULT_INDEX"], tree.env["UV_CACHE_DIR"]
+    tree.env |= {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/none", "UV_CACHE_DIR": str(tmp_path / "none")}
+    for first in (True, False):
+        done = tree.bumpgate(*UNDO)
+        assert done.code, done.out
+        assert done.out.startswith("restored " if first else "the files of lane cpu are restored, its set is")
+        words = "the files of lane cpu are restored, but its set is not verified: finish it with: bumpgate rollback cpu"
+        assert words in done.err.splitlines()
+        assert written(tree) == adopted
+    assert adoptions.load(tree.root).unverified == {"cpu"}
+    tree.env |= {"UV_DEFAULT_INDEX": index, "UV_CACHE_DIR": cache}
+    done = undone(tree, adopted, "rollback", "cpu", *adoption, "--no-smoke")
+    assert "rollback cpu: 2 wheels built by their hashes in " in done.out
+    assert adoptions.load(tree.root).unverified == frozenset()
+    ran(tree, *UNDO)
+    assert (tree.root / "lanes/cpu/lane.toml").read_text() == EARLIER
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"files": {}}', '{"kind": "adoption", "lane": "cpu", "files": 1}']
+)
+def test_corrupt_journal_is_one_line(tree: AdoptTree, text: str) -> None:
+    tree.cut_short(text)
+    for command in (UNDO, ADOPT, ("gate", "--lane", "cpu", "--candidate", "torch==9.9.0", "--out", "g")):
+        tree.refused(f"{tree.journal}: not a journal (", *command)

@@ -1,7 +1,7 @@
 """A miniature tree with a lane, a wheel index and gates of real environments, to adopt a candidate in.
 
 torch 9.9.0 is adopted. Of the candidates, 9.10.0 only changes a value of one build, and another within its tolerance;
-9.11.0 also changes a fact, and 9.12.0 breaks an expected value.
+9.11.0 also changes a fact.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -44,27 +45,28 @@ VERSIONS = {
     "9.9.0": {"CATEGORY": "DeprecationWarning", "BREAKS": 13, "HASH": "aaaa", "BYTES": 100},
     "9.10.0": {"CATEGORY": "DeprecationWarning", "BREAKS": 13, "HASH": "bbbb", "BYTES": 101},
     "9.11.0": {"CATEGORY": "FutureWarning", "BREAKS": 13, "HASH": "cccc", "BYTES": 100},
-    "9.12.0": {"CATEGORY": "FutureWarning", "BREAKS": 14, "HASH": "dddd", "BYTES": 100},
 }
 LANE = """# The reason for this lane.
 device = "cpu"
 canaries = "suites/canaries"
 """
 NODE = "suites/release/test_facts.py::test_facts[cpu]"
-WRITTEN = ("lanes/cpu/pylock.toml", "pyproject.toml", "baselines/cpu.json")
+CANARY_NODE = "suites/canaries/test_canaries.py::test_canary[cpu]"
+WRITTEN = ("lanes/cpu/pylock.toml", "pyproject.toml", "baselines/cpu.json", "baselines/cpu.tests")
 LOG = "baselines/adoptions.toml"
 
 
+def torch_wheel(folder: Path, version: str, facts: dict[str, Any]) -> Path:
+    body = "".join(f"{name} = {value!r}\n" for name, value in facts.items())
+    files = {
+        "torch/__init__.py": f"__version__ = {version!r}\n{body}",
+        "torch/version.py": f"__version__ = {version!r}\ngit_version = 'f00d'\n",
+    }
+    return fake_wheel(folder, "torch", version, files)
+
+
 def wheels(folder: Path) -> list[Path]:
-    made = [host_pytest(folder)]
-    for version, facts in VERSIONS.items():
-        body = "".join(f"{name} = {value!r}\n" for name, value in facts.items())
-        files = {
-            "torch/__init__.py": f"__version__ = {version!r}\n{body}",
-            "torch/version.py": f"__version__ = {version!r}\ngit_version = 'f00d'\n",
-        }
-        made.append(fake_wheel(folder, "torch", version, files))
-    return made
+    return [host_pytest(folder), *(torch_wheel(folder, *each) for each in VERSIONS.items())]
 
 
 class AdoptTree(Project):
@@ -84,18 +86,16 @@ class AdoptTree(Project):
         self.tests(CANARY, "suites/canaries/test_canaries.py")
         self.tests(TEST, "suites/release/test_facts.py")
         facts = VERSIONS["9.9.0"]
+        saved = Reviewed(facts["BYTES"], "bytes", "lower", 0.02, "widened by hand", NODE)
         rows = {
-            "canaries/graphs/agrees": Reviewed(
-                True, "bool", "derived", test="suites/canaries/test_canaries.py::test_canary[cpu]"
-            ),
+            "canaries/graphs/agrees": Reviewed(True, "bool", "derived", test=CANARY_NODE),
             "release/facts/category": Reviewed(facts["CATEGORY"], "text", "exact", test=NODE),
             "release/facts/graph_breaks": Reviewed(13, "breaks", "derived", test=NODE),
             "release/facts/code_hash": Reviewed(facts["HASH"], "text", "exact", test=NODE, per_build=True),
-            "release/facts/saved_bytes": Reviewed(
-                facts["BYTES"], "bytes", "lower", 0.02, "widened by hand", NODE
-            ),
+            "release/facts/saved_bytes": saved,
         }
         save(root / "baselines/cpu.json", Baseline("cpu", {"torch": "9.9.0", "triton": None}, rows))
+        self.write("baselines/cpu.tests", f"{NODE}\n")  # the canary has never been reviewed
         frozen = self.bumpgate("freeze", "--lane", "cpu")
         assert frozen.code == 0, frozen.err
 
@@ -150,6 +150,26 @@ class AdoptTree(Project):
         """Leave a journal as a killed process does."""
         self.journal.parent.mkdir(parents=True, exist_ok=True)
         self.journal.write_text(text)
+
+    def run_lane(self, gate: str) -> tuple[int, str]:
+        """Run the lane in the candidate of a gate, as the adopted set: exit code and output."""
+        command = [self.candidate(gate), "-m", "pytest", "-m", "cpu", "-n", "0", "--gate"]
+        env = self.env | {"PYTHONPATH": str(self.root)}
+        done = subprocess.run(command, cwd=self.root, env=env, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout
+
+    def candidate(self, gate: str) -> str:
+        """Return the interpreter of a gate's candidate."""
+        raw = json.loads((self.root / gate / "gate.json").read_text())
+        return str(raw["sides"]["candidate"]["python"])
+
+    def refused(self, words: str, *args: str) -> None:
+        """Run a command, which must be refused in one line and change nothing."""
+        before = self.files()
+        done = self.bumpgate(*args)
+        assert (done.code, done.out, len(done.err.splitlines())) == (4, "", 1), done.out + done.err
+        assert words in done.err
+        assert self.files() == before
 
     def files(self) -> dict[str, bytes | None]:
         """Return the current content of the files that an adoption writes."""
