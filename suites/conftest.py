@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -38,6 +39,14 @@ def pytest_bumpgate_calibrations(lane: Lane) -> Mapping[str, Callable[[], float]
     from suites.support.calibrations import measures
 
     return {id: measure.function for id, measure in measures(lane).items()}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Release the GPU memory that torch has cached: the other workers' tests need it on a small card."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

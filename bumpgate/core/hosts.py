@@ -29,8 +29,8 @@ def on_this_host(
 ) -> Judgement:
     """Show, but do not judge, a time that was reviewed on a host unlike this one, or a limit in seconds of such a host.
 
-    A time or rate that meets its limit on a slower host is judged: the host is no excuse that the build needs. A derived
-    expectation without a bound, a broken instrument and a row that is not comparable for another reason are not changed.
+    A time or rate that meets its limit on a slower host is judged: the build needs no excuse. A derived expectation
+    without a bound, a broken instrument and a row that is not comparable for another reason are not changed.
 
     host: lane, device, cpu and cores. measured: the calibrations of this host by row id.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import ceil
 from pathlib import Path
@@ -20,6 +20,8 @@ from bumpgate.process.locks import POLL_SECONDS, lock_file, locked, try_lock
 LOCKS = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gpu_memory"
 SLOT_GIB = 2
 UNCLAIMED_GIB = 30  # fourteen workers used 27 to 29 while nothing was claimed
+LARGEST = 0.85  # of a card: what a claim that was measured on a larger one waits for
+LONGEST_WAIT = 300  # seconds for processes without a claim to release what they hold
 _slots_held: list[int] = []  # by this process: one number, or none
 
 
@@ -29,15 +31,31 @@ def claimed(gib: float, *, first: bool = False) -> Iterator[None]:
 
     A small claim may overtake a large one, because a run's claims come to an end; but none overtakes a claim with
     `first`. What torch has cached of it is released at exit.
+    InfraError: other processes hold so much that the claim does not fit, and go on doing so.
     """
     import torch
 
+    torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory / 2**30
     with held(ceil(gib / SLOT_GIB), slots=max(1, int((total - UNCLAIMED_GIB) / SLOT_GIB)), first=first):
         try:
+            wait_for_free(min(gib, LARGEST * total), lambda: torch.cuda.mem_get_info(0)[0] / 2**30)
             yield
         finally:
             torch.cuda.empty_cache()
+
+
+def wait_for_free(gib: float, free: Callable[[], float], seconds: float = LONGEST_WAIT) -> None:
+    """Wait until a GPU has as many GiB free. InfraError: it has not after so many seconds."""
+    end = time.monotonic() + seconds
+    while (found := free()) < gib:
+        if time.monotonic() > end:
+            from bumpgate.plugin.rows import InfraError
+
+            raise InfraError(
+                f"{found:.1f} GiB of the GPU's memory are free, and this test needs {gib:.0f}: end what uses the GPU"
+            )
+        time.sleep(POLL_SECONDS)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The peak of a process's resident memory."""
+"""The peak of a process's resident memory, and the wait for the memory of a GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from bumpgate.plugin.rows import InfraError
+from suites.support.gpu_memory import wait_for_free
 from suites.support.planted import planted
 from tests.support.tree import ROOT
 
@@ -54,3 +58,13 @@ def test_peak_memory_excludes_pages_of_files(tmp_path: Path) -> None:
     assert resident >= 300 * MIB
     assert before < 50 * MIB
     assert 100 * MIB <= peak < 150 * MIB
+
+
+def test_claim_waits_until_the_memory_is_free() -> None:
+    """A test whose neighbours hold the card is a fault of the machine, not of the build."""
+    free = iter([3.7, 40.0, 52.5])
+    wait_for_free(52, lambda: next(free), seconds=60)
+    with pytest.raises(
+        InfraError, match=r"^3\.7 GiB of the GPU's memory are free, and this test needs 52: end what"
+    ):
+        wait_for_free(52, lambda: 3.7, seconds=0.1)
