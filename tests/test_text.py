@@ -13,7 +13,7 @@ from bumpgate.core.accepted import load as load_accepted
 from bumpgate.core.errors import BumpgateError, loads, one_line
 from bumpgate.core.rows import Problem, ProblemKind, read_record, write_record
 from bumpgate.core.text import printable, redacted
-from bumpgate.env.uv import run_uv
+from bumpgate.env import uv
 from bumpgate.table import verdict_table
 
 SECRET = "SECRETPW-1234"
@@ -83,9 +83,10 @@ def test_a_record_has_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert "\x1b" not in text
 
 
-def test_a_log_of_uv_has_no_secret(tmp_path: Path) -> None:
+def test_a_log_of_uv_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
-    _, output = run_uv(["--index", f"http://u:{SECRET}@h"], log, binary="/bin/echo")
+    monkeypatch.setattr(uv, "find_uv", lambda: "/bin/echo")
+    _, output = uv.run_uv(["--index", f"http://u:{SECRET}@h"], log)
     assert output.strip() == "--index http://h"
     assert SECRET not in log.read_text()
 

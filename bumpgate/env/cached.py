@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -24,6 +24,7 @@ from bumpgate.core.errors import BumpgateError
 from bumpgate.env import compiled
 from bumpgate.env.uv import uv_cache
 from bumpgate.process.home import home
+from bumpgate.process.locks import try_lock
 
 NOTE = "bumpgate.json"
 # The budget of all environments in bytes, such as 40G; set by --disk, and inherited by the processes of a command.
@@ -41,22 +42,19 @@ class NoRoomError(BumpgateError):
     """The next environment does not fit on the disk or into the budget, and nothing is left to delete."""
 
 
-def lock_file(root: Path, name: str) -> int:
-    """Return a descriptor of the lock file of an environment's key, or of UNPACKING."""
-    folder = root / ".locks"
+def lock_of(place: Path) -> TextIO:
+    """Open the lock file of an environment, or of UNPACKING in their folder."""
+    folder = place.parent / ".locks"
     folder.mkdir(parents=True, exist_ok=True)
-    return os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    return (folder / place.name).open("a")
 
 
 @contextmanager
 def unpacking(root: Path, *, exclusive: bool = False) -> Iterator[int]:
     """Hold the lock UNPACKING; yield its descriptor."""
-    lock = lock_file(root, UNPACKING)
-    try:
+    with lock_of(root / UNPACKING) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
-        yield lock
-    finally:
-        os.close(lock)
+        yield lock.fileno()
 
 
 @dataclass(frozen=True)
@@ -72,21 +70,23 @@ class Kept:
 
 def kept(root: Path | None = None) -> list[Kept]:
     """List the cached environments, least recently used first."""
-    root = root or home() / "environments"
     found = []
-    for note in root.glob(f"[!.]*/{NOTE}"):
+    for note in _notes(root or home() / "environments"):
         place = note.parent
-        name = str(_read(note).get("name", "?"))
-        with _unused(root, place.name) as free:
+        with lock_of(place) as lock:
             size = sum(_files(place).values())
-            found.append(Kept(place.name, name, note.stat().st_mtime, size, not free))
+            name = str(_read(note).get("name", "?"))
+            found.append(Kept(place.name, name, note.stat().st_mtime, size, not try_lock(lock)))
     return sorted(found, key=lambda k: k.used)
 
 
 def installed_versions(root: Path) -> set[tuple[str, str]]:
     """Return (package, version) of everything that some cached environment holds."""
-    notes = map(_read, root.glob(f"[!.]*/{NOTE}"))
-    return {pair for note in notes for pair in note.get("packages", {}).items()}
+    return {pair for note in map(_read, _notes(root)) for pair in note.get("packages", {}).items()}
+
+
+def _notes(root: Path) -> list[Path]:
+    return list(root.glob(f"[!.]*/{NOTE}"))
 
 
 def _read(note: Path) -> dict[str, Any]:
@@ -100,8 +100,7 @@ def _read(note: Path) -> dict[str, Any]:
 
 def usage(root: Path | None = None) -> int:
     """Return the bytes on disk of all cached environments; a file that several of them share counts once."""
-    root = root or home() / "environments"
-    return sum(_files(root).values())
+    return sum(_files(root or home() / "environments").values())
 
 
 def discard(key: str, root: Path | None = None) -> bool:
@@ -110,8 +109,10 @@ def discard(key: str, root: Path | None = None) -> bool:
     Return False if another process, or this one, uses it.
     """
     root = root or home() / "environments"
-    with _unused(root, key) as free:
-        if free and (root / key).exists():
+    with lock_of(root / key) as lock:
+        if not try_lock(lock):
+            return False
+        if (root / key).exists():
             files = set(_files(root / key))
             # Rename first: a partially deleted environment must not look complete.
             gone = root / f".{key}.{os.getpid()}.partial"
@@ -119,7 +120,7 @@ def discard(key: str, root: Path | None = None) -> bool:
             with unpacking(root, exclusive=True):
                 shutil.rmtree(gone, ignore_errors=True)
                 _discard_unpacked(files)
-    return free
+    return True
 
 
 def make_room(root: Path, needed: int, say: Say = lambda line: None) -> None:
@@ -132,10 +133,9 @@ def make_room(root: Path, needed: int, say: Say = lambda line: None) -> None:
     while (excess := _excess(root, needed, limit)) > 0 and candidates:
         entry = candidates.pop(0)
         if discard(entry.key, root):
-            say(
-                f"deleted the environment {entry.name} (last used {_day(entry.used)}): {_gib(excess)} had to be freed"
-            )
-            compiled.prune({note.parent.name for note in root.glob(f"[!.]*/{NOTE}")})
+            what = f"the environment {entry.name} (last used {_day(entry.used)})"
+            say(f"deleted {what}: {_gib(excess)} had to be freed")
+            compiled.prune({note.parent.name for note in _notes(root)})
     free = shutil.disk_usage(root).free
     if free < needed:
         raise NoRoomError(
@@ -221,21 +221,6 @@ def _gib(size: int) -> str:
 
 def _day(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
-
-
-@contextmanager
-def _unused(root: Path, key: str) -> Iterator[bool]:
-    """Yield whether no process uses the environment; if so, none can acquire it until exit."""
-    lock = lock_file(root, key)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(lock)
 
 
 def command(

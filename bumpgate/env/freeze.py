@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from packaging.tags import Tag
 from packaging.utils import parse_wheel_filename
 
 from bumpgate.core import lanes as declared
 from bumpgate.core.baseline import find_root
-from bumpgate.core.errors import BumpgateError, one_line
-from bumpgate.core.text import redacted
+from bumpgate.core.errors import BumpgateError
 from bumpgate.env import store
 from bumpgate.env.build import resolve
+from bumpgate.env.cached import Say
 from bumpgate.env.lane import LaneContext
 from bumpgate.env.locks import Lock, Locked, LockError, Wheel, lock_text, parse_lock
 from bumpgate.env.requirements import Pins, requirements_file
 from bumpgate.env.requirements import pinned as with_pins
-from bumpgate.env.uv import http_options, local_path
+from bumpgate.env.uv import blocks
 from bumpgate.env.versions import tag_ranks
 from bumpgate.process.file_transaction import Edit, read, replace_all, writing
 
@@ -103,23 +102,21 @@ def lock_of(name: str, resolution: str, python: str) -> tuple[Lock, dict[Wheel, 
     return Lock(found, python, environments), sources
 
 
-def fill_store(
-    lock: Lock, sources: Mapping[Wheel, str], say: Callable[[str], None] = lambda line: None
-) -> None:
+def fill_store(lock: Lock, sources: Mapping[Wheel, str], say: Say = lambda line: None) -> None:
     """Put every wheel of a lock into the wheel store; intact ones are kept. say: called with a line per download."""
     for package in lock.packages:
         for wheel in package.wheels:
             fetch(wheel, sources[wheel], say)
 
 
-def fetch(wheel: Wheel, place: str, say: Callable[[str], None] = lambda line: None) -> Path:
+def fetch(wheel: Wheel, place: str, say: Say = lambda line: None) -> Path:
     """Put a wheel into the wheel store, unless it is there, and return its path. say: called before a download."""
     if store.find(wheel) is None:
         say(f"fetching {wheel.file}")
     return store.put(wheel, blocks(place))
 
 
-def store_adopted(lane: LaneContext, say: Callable[[str], None] = lambda line: None) -> list[str]:
+def store_adopted(lane: LaneContext, say: Say = lambda line: None) -> list[str]:
     """Put the wheels of a lane's lock into the wheel store. Returns the files that cannot be found any more.
 
     The lock names no URL, so its requirements are resolved again, with its versions preferred. Raises OSError, and
@@ -145,17 +142,14 @@ def pinned(name: str, text: str, python: str) -> tuple[tuple[Locked, ...], dict[
     ranks = tag_ranks(python)
     packages, sources = [], {}
     for package, urls in parse_lock(name, text):
-        fitting = [(rank, wheel) for wheel in package.wheels if (rank := _rank(wheel, ranks)) is not None]
+        tags = ((wheel, parse_wheel_filename(wheel.file)[3]) for wheel in package.wheels)
+        fitting = [(ranks[tag], wheel) for wheel, own in tags for tag in own if tag in ranks]
         if not fitting:
             raise LockError(f"{name}: no wheel of {package.name} {package.version} fits Python {python}")
         best = min(fitting, key=lambda pair: pair[0])[1]
         packages.append(Locked(package.name, package.version, (best,)))
         sources[best] = urls[best]
     return tuple(packages), sources
-
-
-def _rank(wheel: Wheel, ranks: Mapping[Tag, int]) -> int | None:
-    return min((ranks[tag] for tag in parse_wheel_filename(wheel.file)[3] if tag in ranks), default=None)
 
 
 def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -167,28 +161,9 @@ def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     ]
 
 
-def blocks(place: str) -> Iterator[bytes]:
-    """Yield the bytes of a wheel, from a file or over HTTP. Raises BumpgateError, OSError."""
-    if path := local_path(place):
-        with path.open("rb") as f:
-            while block := f.read(1 << 20):
-                yield block
-        return
-    import requests
-
-    try:
-        with requests.get(place, stream=True, **http_options()) as answer:
-            answer.raise_for_status()
-            yield from answer.iter_content(1 << 20)
-    except requests.RequestException as error:
-        raise BumpgateError(f"{redacted(place)} cannot be fetched: {one_line(error, 120)}") from None
-
-
 def pinned_requirements(lane: LaneContext, lock: Lock) -> dict[Path, str]:
     """Return path -> text of the lane's requirements file with its pins as in the lock; empty if it stays."""
     path = requirements_file(lane.root, lane.declared)
-    if not path.exists():
-        return {}
-    text = path.read_bytes().decode("utf-8")
-    new = with_pins(lane.declared, text, Pins(lock))
-    return {path: new} if new != text else {}
+    text = read(path)
+    new = with_pins(lane.declared, text, Pins(lock)) if text is not None else None
+    return {path: new} if new is not None and new != text else {}

@@ -179,7 +179,7 @@ class Installation:
 
     def uv(self, command: str, *arguments: str | Path, keep_open: int | None = None) -> None:
         held = self.locks if keep_open is None else (*self.locks, keep_open)
-        code, output = run_uv((command, *arguments), self.log, keep_open=held)
+        code, output = run_uv((command, *arguments), self.log, held)
         if code:
             raise self.failure(code, output)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,11 +18,10 @@ from bumpgate.core import lanes
 from bumpgate.core.errors import BumpgateError, one_fault
 from bumpgate.core.lanes import Lane
 from bumpgate.core.text import redacted
-from bumpgate.core.toml import tomllib
+from bumpgate.env import requirements, store
 from bumpgate.env.locks import Lock, read_lock
-from bumpgate.env.packages import KernelWheel, PackageSet, Smoke, adopted
+from bumpgate.env.packages import KernelWheel, PackageSet, Smoke, adopted, exact_version
 from bumpgate.env.request import RUNNING, Request
-from bumpgate.env.store import find
 from bumpgate.env.uv import local_path
 
 # Packages that the pytest plugin and a gate's command lines import in an environment without bumpgate.
@@ -54,13 +53,7 @@ class LaneContext:
 
     @cached_property
     def declared(self) -> Lane:
-        """The declaration."""
         return lanes.require(self.root, self.name)
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the lane's files."""
-        return self.root / lanes.FOLDER / self.name
 
     @property
     def table(self) -> tuple[Path, tuple[str, ...]]:
@@ -70,12 +63,10 @@ class LaneContext:
 
     @property
     def lock_path(self) -> Path:
-        """The path of the adopted set."""
         return self.root / self.declared.lock
 
     @property
     def baseline_path(self) -> Path:
-        """The path of the reviewed rows."""
         return self.root / "baselines" / f"{self.name}.json"
 
     @cached_property
@@ -117,9 +108,8 @@ class LaneContext:
         """Return the edit of a wheel's sources. Raises BumpgateError if the file is missing."""
         path = self.root / self.declared.path(wheel.patch) if wheel.patch else None
         if path and not path.is_file():
-            raise BumpgateError(
-                f"{path}: the patch of {wheel.name} is missing; restore it: git checkout lanes"
-            )
+            fix = "restore it: git checkout lanes"
+            raise BumpgateError(f"{path}: the patch of {wheel.name} is missing; {fix}")
         return path
 
     @property
@@ -145,21 +135,15 @@ class LaneContext:
         return path if path is not None and path.exists() else None
 
     def requirements(self) -> tuple[str, ...]:
-        """Return the requirements: of the requirements file or the extra in pyproject.toml, and the kernel wheels;
-        outside bumpgate's own repository also what the pytest plugin imports.
+        """Return the declared requirements and the kernel wheels; in other repositories also what the plugin imports.
 
-        An extra's references to its own project are unfolded. bumpgate is left out: a lane run imports the
-        controller's.
+        bumpgate is left out: a lane run imports the controller's.
         """
-        if self.declared.requirements:
-            texts = _file_requirements(self.root, self.declared.requirements)
-        else:
-            texts = _extra_requirements(self.root, self.declared.extra or self.name)
-        texts = [text for text in texts if canonicalize_name(Requirement(text).name) != "bumpgate"]
-        named = {canonicalize_name(Requirement(text).name) for text in texts}
+        every = {text: _name(text) for text in requirements.of_lane(self.root, self.declared)}
+        texts = [text for text, name in every.items() if name != "bumpgate"]
         more = {w.name: f"=={w.version}" if w.version else "" for w in self.packages.wheels}
         more |= OF_PLUGIN if lanes.is_foreign(self.root) else {}
-        return (*texts, *(f"{name}{pin}" for name, pin in more.items() if name not in named))
+        return (*texts, *(f"{name}{pin}" for name, pin in more.items() if name not in every.values()))
 
     def request(self, candidate: str | None = None, *, locked: bool = True, **changes: Any) -> Request:
         """Request the adopted set, with `candidate` ("torch==2.14.0", a wheel file) installed into it if given.
@@ -168,66 +152,60 @@ class LaneContext:
         in one version follows torch, and every other pin of the lane is a version of the lock that is kept unless it
         conflicts. The lane's kernel wheels are built for one torch, so a candidate of torch has none of them;
         `bumpgate wheels plan` selects those that fit. Any other candidate replaces what torch requires of that
-        package. locked: False also resolves the adopted set. changes: fields of Request. Raises BumpgateError on an
-        invalid candidate, or a folder of find_links that does not exist.
+        package.
+
+        locked: False also resolves the adopted set.
+        changes: fields of Request.
+        Raises BumpgateError on an invalid candidate, or a folder of find_links that does not exist.
         """
         for place in changes.get("find_links", ()):
             if (path := local_path(place)) and not path.exists():
-                raise BumpgateError(
-                    f"--find-links {place}: no such folder of wheels: name a folder, or the URL of a page"
-                )
+                fix = "name a folder, or the URL of a page"
+                raise BumpgateError(f"--find-links {place}: no such folder of wheels: {fix}")
         lock = self.lock_path if self.lock else None
         if candidate is None and locked and lock:
             request = Request(lock=lock, python=self.python, script=self.script, name=f"adopted {self.name}")
             return replace(request, **changes)
-        requirements = self.requirements()
-        exact = True
-        forced: tuple[str, ...] = ()
-        if candidate is not None:
-            chosen = _candidate(candidate, self.python)
-            name = canonicalize_name(chosen.name)
-            own = (r for r in map(Requirement, requirements) if canonicalize_name(r.name) == name)
-            chosen.extras = chosen.extras.union(*(r.extras for r in own))
-            exact = chosen.url is not None or _exact(chosen) is not None
-            requirements = self._with_candidate(requirements, chosen)
-            if name != "torch":
-                forced = (str(chosen),)
         request = Request(
-            requirements,
+            self.requirements(),
             python=self.python,
             prefer=lock,
             overrides=self.overrides,
-            forced=forced,
             script=self.script,
-            refresh=not exact,
             name=candidate or f"adopted {self.name}",
         )
+        if candidate is not None:
+            chosen = _candidate(candidate, self.python)
+            own = (Requirement(text) for text in request.requirements if _name(text) == _name(chosen))
+            chosen.extras = chosen.extras.union(*(r.extras for r in own))
+            request = replace(
+                request,
+                requirements=self._with_candidate(request.requirements, chosen),
+                forced=() if _name(chosen) == "torch" else (str(chosen),),
+                refresh=not (chosen.url or exact_version(chosen.specifier)),
+            )
         return replace(request, **changes)
 
-    def _with_candidate(self, requirements: tuple[str, ...], chosen: Requirement) -> tuple[str, ...]:
+    def _with_candidate(self, texts: tuple[str, ...], chosen: Requirement) -> tuple[str, ...]:
         """Return the requirements with `chosen` replacing its own, as `request` describes."""
         locked = {p.name: p for p in self.lock.packages} if self.lock else {}
-        kernels, name, version = self.known_kernel_wheels, canonicalize_name(chosen.name), _exact(chosen)
+        kernels, name, version = self.known_kernel_wheels, _name(chosen), exact_version(chosen.specifier)
         pair = self.declared.paired
         kept = []
-        for text in requirements:
-            own = Requirement(text)
-            other = canonicalize_name(own.name)
+        for text in texts:
+            own, other = Requirement(text), _name(text)
+            extras = f"[{','.join(sorted(own.extras))}]" if own.extras else ""
             if other == name or (name == "torch" and other in (*kernels, *OF_TORCH)):
                 continue
             if name in pair and other in pair and version:
-                kept.append(
-                    f"{_with_extras(own, other)}=={'.'.join(map(str, Version(version).release[:2]))}.*"
-                )
+                text = f"{other}{extras}=={'.'.join(map(str, Version(version).release[:2]))}.*"
             elif other in kernels:
-                stored = (
-                    [found for w in locked[other].wheels if (found := find(w))] if other in locked else []
-                )
-                kept.append(f"{_with_extras(own, other)} @ {stored[0].as_uri()}" if stored else text)
-            elif other in locked and other != "torch" and _exact(own):
-                kept.append(_with_extras(own, own.name))
-            else:
-                kept.append(text)
+                wheels = locked[other].wheels if other in locked else ()
+                if stored := [found for wheel in wheels if (found := store.find(wheel))]:
+                    text = f"{other}{extras} @ {stored[0].as_uri()}"
+            elif other in locked and other != "torch" and exact_version(own.specifier):
+                text = f"{own.name}{extras}"
+            kept.append(text)
         return (str(chosen), *kept)
 
 
@@ -248,51 +226,9 @@ def lane_request(root: Path, lane: str, candidate: str | None = None, **changes:
     return LaneContext(root, lane).request(candidate, **changes)
 
 
-def _with_extras(requirement: Requirement, name: str) -> str:
-    extras = ",".join(sorted(requirement.extras))
-    return f"{name}[{extras}]" if extras else name
-
-
-def _exact(requirement: Requirement) -> str | None:
-    """Return the single version that a requirement allows; None if it allows several."""
-    pins = [s.version for s in requirement.specifier if s.operator in ("==", "===") and "*" not in s.version]
-    return pins[0] if pins else None
-
-
-def _file_requirements(root: Path, name: str) -> list[str]:
-    with one_fault(
-        f"{name}: cannot be read", fix="restore it, or name another file as `requirements` of the lane"
-    ):
-        lines = (root / name).read_text(encoding="utf-8").splitlines()
-    texts = [text for line in lines if (text := re.sub(r"(^|\s)#.*", "", line).strip())]
-    for text in texts:
-        with one_fault(f"{name}: {text!r} is not a requirement such as torch==2.13.0"):
-            Requirement(text)
-    return texts
-
-
-def _extra_requirements(root: Path, lane: str) -> list[str]:
-    """Return the requirements of an extra; of another project than bumpgate also its dependencies, as pip does."""
-    with one_fault(f"pyproject.toml has no extra {lane!r}"):
-        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        extras = project["optional-dependencies"]
-    if lane not in extras:
-        raise BumpgateError(f"no extra {lane!r} in pyproject.toml; extras: {', '.join(sorted(extras))}")
-
-    def unfold(extra: str) -> Iterator[str]:
-        for text in extras[extra]:
-            requirement = Requirement(text)
-            if canonicalize_name(requirement.name) == canonicalize_name(project["name"]):
-                for inner in sorted(requirement.extras):
-                    yield from unfold(inner)
-            else:
-                yield text
-
-    own = project.get("dependencies", ()) if lanes.is_foreign(root) else ()
-    with one_fault(
-        f"pyproject.toml: extra {lane!r} has an invalid requirement", fix="write it as in torch==2.13.0"
-    ):
-        return list(dict.fromkeys((*own, *unfold(lane))))
+def _name(requirement: str | Requirement) -> str:
+    parsed = Requirement(requirement) if isinstance(requirement, str) else requirement
+    return str(canonicalize_name(parsed.name))
 
 
 def _candidate(text: str, python: str) -> Requirement:

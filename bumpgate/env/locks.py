@@ -25,6 +25,7 @@ from bumpgate.core.toml import tomllib
 WHEEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+!-]*\.whl")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 FIX = "bumpgate freeze writes it"
+Table = Mapping[str, Any]
 
 
 class LockError(BumpgateError):
@@ -92,10 +93,9 @@ def pins(path: Path) -> list[str] | None:
     build of the same version with a local label, which an index or a folder may hold too. Raises LockError.
     """
     lines = []
-    for entry in _parsed(path.name, path.read_text(encoding="utf-8"))["packages"]:
-        files = _files(entry)
-        digests = sorted({str(file.get("hashes", {}).get("sha256", "")) for file in files})
-        if not files or not all(map(SHA256.fullmatch, digests)):
+    for entry in _entries(path):
+        digests = _digests(entry)
+        if not all(map(SHA256.fullmatch, digests or [""])):
             return None
         what = f"{entry['name']}==={entry['version']}" if "version" in entry else str(entry["name"])
         if archive := entry.get("archive"):
@@ -112,18 +112,17 @@ def wheel_sizes(path: Path) -> dict[tuple[str, str], int]:
         (canonicalize_name(entry["name"]), str(entry.get("version", ""))): max(
             (int(file.get("size", 0)) for file in _files(entry)), default=0
         )
-        for entry in _parsed(path.name, path.read_text(encoding="utf-8"))["packages"]
+        for entry in _entries(path)
     }
 
 
 def file_digests(path: Path) -> dict[str, list[str]]:
     """Return package -> sha256 of each of its files in a lock (ours or uv's). Raises LockError."""
-    return {
-        canonicalize_name(entry["name"]): sorted(
-            str(file.get("hashes", {}).get("sha256", "")) for file in _files(entry)
-        )
-        for entry in _parsed(path.name, path.read_text(encoding="utf-8"))["packages"]
-    }
+    return {canonicalize_name(entry["name"]): _digests(entry) for entry in _entries(path)}
+
+
+def _entries(path: Path) -> list[Table]:
+    return list(_parsed(path.name, path.read_text(encoding="utf-8"))["packages"])
 
 
 def _parsed(name: str, text: str) -> dict[str, Any]:
@@ -143,12 +142,16 @@ def _parsed(name: str, text: str) -> dict[str, Any]:
     return dict(raw)
 
 
-def _files(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _files(entry: Table) -> list[Table]:
     """Return the wheels of an entry. A requirement on a wheel file is listed as an archive."""
     return [*entry.get("wheels", ()), *([entry["archive"]] if "archive" in entry else ())]
 
 
-def _locked(name: str, entry: Mapping[str, Any]) -> tuple[Locked, dict[Wheel, str]]:
+def _digests(entry: Table) -> list[str]:
+    return sorted(str(file.get("hashes", {}).get("sha256", "")) for file in _files(entry))
+
+
+def _locked(name: str, entry: Table) -> tuple[Locked, dict[Wheel, str]]:
     package, version = canonicalize_name(entry["name"]), str(entry["version"])
     places = {}
     for raw in _files(entry):

@@ -133,19 +133,11 @@ def label(text: str) -> Label:
 
 def label_of(wheel: Distribution) -> Label:
     """Return the label of an installed wheel: from its version, else its file name, else its torch pin."""
-    claims = [label(wheel.version), label(wheel.file), Label(torch=_pinned_torch(wheel.requires))]
-    return Label(
-        *(
-            next((v for c in claims if (v := getattr(c, name)) is not None), None)
-            for name in ("torch", "cuda", "cxx11_abi")
-        )
-    )
-
-
-def _pinned_torch(requires: tuple[str, ...]) -> Version | None:
-    """Return the torch version that a wheel pins: `torch==2.10.*`."""
-    pins = (re.fullmatch(r"torch\s*\(?==\s*(\d+\.\d+)[\w.*+]*\)?", text.strip()) for text in requires)
-    return next((Version(pin[1]) for pin in pins if pin), None)
+    pins = (re.fullmatch(r"torch\s*\(?==\s*(\d+\.\d+)[\w.*+]*\)?", text.strip()) for text in wheel.requires)
+    pinned = next((Version(pin[1]) for pin in pins if pin), None)
+    claims = [label(wheel.version), label(wheel.file), Label(torch=pinned)]
+    fields = ([v for c in claims if (v := getattr(c, name)) is not None] for name in vars(Label()))
+    return Label(*(stated[0] if stated else None for stated in fields))
 
 
 def satisfies(version: str, specifier: SpecifierSet) -> bool:
@@ -170,10 +162,9 @@ def mismatches(row: PackageSet, found: Inventory) -> Iterator[Mismatch]:
         installed = found.installed(wheel.name)
         if installed is None or (wheel.version and not _same(installed.version, wheel.version)):
             yield Mismatch(wheel.name, wheel.version or "any version", installed.version if installed else "")
-        elif wheel.sha256 and installed.sha256 and installed.sha256 != wheel.sha256:
-            yield Mismatch(
-                wheel.name, f"the wheel of sha256 {wheel.sha256[:12]}", f"one of {installed.sha256[:12]}"
-            )
+        elif wheel.sha256 and installed.sha256 not in ("", wheel.sha256):
+            expected = f"the wheel of sha256 {wheel.sha256[:12]}"
+            yield Mismatch(wheel.name, expected, f"one of {installed.sha256[:12]}")
 
 
 def _same(a: str, b: str) -> bool:
@@ -186,7 +177,7 @@ def _same(a: str, b: str) -> bool:
 
 def contradictions(row: PackageSet) -> Iterator[str]:
     """Yield the kernel wheels of a row whose label or build does not match the row's torch."""
-    pinned = _exact(row.torch)
+    pinned = exact_version(row.torch)
     for wheel in row.wheels if pinned else ():
         claimed = label(wheel.version).torch
         if claimed and not same_minor(claimed, wheel.torch):
@@ -195,7 +186,8 @@ def contradictions(row: PackageSet) -> Iterator[str]:
             yield f"{wheel.name}: built against torch {wheel.torch}, the row has {pinned}"
 
 
-def _exact(specifier: SpecifierSet) -> str:
+def exact_version(specifier: SpecifierSet) -> str:
+    """Return the single version that a specifier allows; "" if it allows several."""
     return next((s.version for s in specifier if s.operator in ("==", "===") and "*" not in s.version), "")
 
 
@@ -230,11 +222,11 @@ def history(lane: Lane) -> dict[str, PackageSet]:
     return {name: reader.past(f"history.{name}", name, raw) for name, raw in lane.history.items()}
 
 
+@dataclass(frozen=True)
 class _Reader:
     """Convert tables to records; every fault is a PackagesError that starts with file and field."""
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    where: str
 
     def fail(self, where: str, fault: str) -> PackagesError:
         return PackagesError(f"{self.where}: {where + ': ' if where else ''}{fault}")

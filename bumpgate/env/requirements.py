@@ -14,6 +14,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from bumpgate.core import lanes
+from bumpgate.core.errors import BumpgateError, one_fault
 from bumpgate.core.lanes import Lane
 from bumpgate.core.toml import tomllib
 from bumpgate.env.locks import Lock
@@ -70,6 +71,34 @@ def keeps(version: str, pin: SpecifierSet) -> bool:
 def requirements_file(root: Path, lane: Lane) -> Path:
     """Return the path of the file that has the requirements of a lane."""
     return root / (lane.requirements or lanes.PROJECT)
+
+
+def of_lane(root: Path, lane: Lane) -> list[str]:
+    """Return the requirements of a lane; of another project than bumpgate also its dependencies, as pip does.
+
+    Raises BumpgateError (one line) if the file cannot be read, or has no such extra.
+    """
+    path, extra = requirements_file(root, lane), lane.extra or lane.name
+    if lane.requirements:
+        fix = "restore it, or name another file as `requirements` of the lane"
+        with one_fault(f"{lane.requirements}: cannot be read", fix=fix):
+            found = [each for _, each in places(lane, path.read_text(encoding="utf-8"))]
+        for each in found:
+            with one_fault(f"{lane.requirements}: {each!r} is not a requirement such as torch==2.13.0"):
+                Requirement(each)
+        return found
+    with one_fault(f"{lanes.PROJECT} has no extra {extra!r}"):
+        text = path.read_text(encoding="utf-8")
+        project = tomllib.loads(text)["project"]
+        extras = project["optional-dependencies"]
+        if extra not in extras:
+            raise BumpgateError(f"no extra {extra!r} in {lanes.PROJECT}; extras: {', '.join(sorted(extras))}")
+    fix = "write it as in torch==2.13.0"
+    with one_fault(f"{lanes.PROJECT}: extra {extra!r} has an invalid requirement", fix=fix):
+        own = project.get("dependencies", ()) if lanes.is_foreign(root) else ()
+        found = list(dict.fromkeys((*own, *(each for _, each in places(lane, text)))))
+        itself = canonicalize_name(project["name"])
+        return [each for each in found if canonicalize_name(Requirement(each).name) != itself]
 
 
 def places(lane: Lane, text: str) -> list[tuple[str, str]]:

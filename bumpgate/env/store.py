@@ -1,7 +1,7 @@
 """Our own wheel store: files by content, `<store>/<sha256>/<file name>`, and SHA256SUMS over all of them.
 
-An index drops old builds (that of nightlies after about 60 days), and a mirror may hold other bytes under the same
-name; an adopted set must remain available for a rollback.
+An index drops old builds (nightlies after about 60 days), and a mirror may hold other bytes under the same name; an
+adopted set must remain available for a rollback.
 """
 
 from __future__ import annotations
@@ -43,11 +43,6 @@ def find_links(packages: Iterable[Locked]) -> list[str]:
     return [part for folder in folders for part in ("--find-links", str(folder))]
 
 
-def keep(path: Path) -> Path:
-    """Store a wheel file by its own hash, and return its path in the store, where a lock can find it."""
-    return put(Wheel(path.name, sha256_of(path)), [path.read_bytes()])
-
-
 def sha256_of(path: Path) -> str:
     """Return the hexadecimal digest of a file's bytes."""
     digest = hashlib.sha256()
@@ -77,14 +72,32 @@ def verify(wheel: Wheel) -> Path:
     return path
 
 
+def keep(path: Path) -> Path:
+    """Store a wheel file by its own hash, and return its path in the store, where a lock can find it."""
+    return put(Wheel(path.name, sha256_of(path)), [path.read_bytes()])
+
+
 def put(wheel: Wheel, blocks: Iterable[bytes]) -> Path:
-    """Store a wheel atomically; its bytes must have the wheel's hash. An intact wheel in the store is kept.
+    """Store a wheel; its bytes must have the wheel's hash. An intact wheel in the store is kept.
 
     Raises StoreError on a hash mismatch, OSError on a full disk; no partial file remains.
     """
-    path = store_root() / wheel.path
+    root = store_root()
+    path = root / wheel.path
     if path.is_file() and sha256_of(path) == wheel.sha256:
         return path
+    if not save(path, wheel.sha256, blocks):
+        raise StoreError(
+            f"{wheel.file}: the source does not match the sha256 of the lock: run bumpgate freeze again"
+        )
+    with FileLock(root / ".lock"):  # writers wait for each other
+        lines = [f"{sha256}  {sha256}/{path.name}\n" for sha256, path in contents()]
+        write_atomic(root / SUMS, "".join(lines))  # for `sha256sum --check`
+    return path
+
+
+def save(path: Path, sha256: str, blocks: Iterable[bytes]) -> bool:
+    """Write a file atomically; write nothing and return False if its bytes have another hash. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     digest = hashlib.sha256()
@@ -95,17 +108,11 @@ def put(wheel: Wheel, blocks: Iterable[bytes]) -> Path:
                 f.write(block)
             f.flush()
             os.fsync(f.fileno())
-        if digest.hexdigest() != wheel.sha256:
-            raise StoreError(
-                f"{wheel.file}: the source does not match the sha256 of the lock: run bumpgate freeze again"
-            )
+        if digest.hexdigest() != sha256:
+            return False
         os.replace(partial, path)
+        return True
     finally:
         partial.unlink(missing_ok=True)
         if not any(path.parent.iterdir()):
             path.parent.rmdir()
-    root = store_root()
-    with FileLock(root / ".lock"):  # writers wait for each other
-        lines = [f"{sha256}  {sha256}/{path.name}\n" for sha256, path in contents()]
-        write_atomic(root / SUMS, "".join(lines))  # for `sha256sum --check`
-    return path

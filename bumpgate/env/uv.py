@@ -6,14 +6,14 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from bumpgate.core.errors import BumpgateError
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.text import redacted
-from bumpgate.process.child import LoggedChild, run_children
+from bumpgate.process.child import LoggedChild, read_log, run_children
 from bumpgate.process.home import home
 
 # uv ignores PIP_* variables. Each is used only if uv's own variable is unset; pip separates lists by spaces, and uv
@@ -29,15 +29,13 @@ FROM_PIP = {
     "SSL_CERT_FILE": "PIP_CERT",
 }
 OLDER_NAMES = {"UV_DEFAULT_INDEX": "UV_INDEX_URL", "UV_INDEX": "UV_EXTRA_INDEX_URL"}
-# Settings that determine which files uv picks: another value gives another environment.
+# Files whose content determines which files uv picks, and all such settings: another value, another environment.
+DECIDING_FILES = ("UV_CONSTRAINT", "UV_OVERRIDE", "UV_CONFIG_FILE")
 DECIDING = (
     *("UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_NO_INDEX"),
     *("UV_INDEX_STRATEGY", "UV_EXCLUDE_NEWER", "UV_PRERELEASE", "UV_RESOLUTION", "UV_TORCH_BACKEND"),
-    *("UV_CONSTRAINT", "UV_OVERRIDE", "UV_CONFIG_FILE", "UV_NO_CONFIG"),
+    *(*DECIDING_FILES, "UV_NO_CONFIG"),
 )
-
-# Of those, the ones that name files, whose content decides.
-DECIDING_FILES = ("UV_CONSTRAINT", "UV_OVERRIDE", "UV_CONFIG_FILE")
 
 
 class UvError(BumpgateError):
@@ -90,26 +88,22 @@ def http_options() -> dict[str, Any]:
     }
 
 
-def deciding_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def deciding_settings() -> dict[str, str]:
     """Return the host's settings that determine what is installed; they are part of an environment's key."""
-    settings = host_settings(environ)
+    settings = host_settings()
     return {name: settings[name] for name in DECIDING if settings.get(name)}
 
 
-def deciding_files(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def deciding_files() -> dict[str, str]:
     """Return path -> sha256 of the files that the deciding settings name; "" for one that cannot be read."""
-    settings = deciding_settings(environ)
+    settings = deciding_settings()
     found = {}
-    for name in DECIDING_FILES:
-        text = settings.get(name, "")
-        for place in [text] if name == "UV_CONFIG_FILE" else text.split():
-            path = local_path(place) if place else None
-            if path is None:
-                continue
-            try:
-                found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
-            except OSError:
-                found[str(path)] = ""
+    for name in filter(settings.get, DECIDING_FILES):
+        text = settings[name]
+        for path in map(local_path, [text] if name == "UV_CONFIG_FILE" else text.split()):
+            if path is not None:
+                known = path.is_file() and os.access(path, os.R_OK)
+                found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest() if known else ""
     return found
 
 
@@ -118,6 +112,23 @@ def local_path(place: str) -> Path | None:
     if place.startswith("file://"):
         return Path(unquote(place.removeprefix("file://"))).expanduser()
     return None if "://" in place else Path(place).expanduser()
+
+
+def blocks(place: str) -> Iterator[bytes]:
+    """Yield the bytes of a file, from its path or over HTTP. Raises BumpgateError, OSError."""
+    if path := local_path(place):
+        with path.open("rb") as f:
+            while block := f.read(1 << 20):
+                yield block
+        return
+    import requests
+
+    try:
+        with requests.get(place, stream=True, **http_options()) as answer:
+            answer.raise_for_status()
+            yield from answer.iter_content(1 << 20)
+    except requests.RequestException as error:
+        raise BumpgateError(f"{redacted(place)} cannot be fetched: {one_line(error, 120)}") from None
 
 
 def uv_cache() -> Path:
@@ -134,14 +145,12 @@ def _device(path: Path) -> int:
     return next(p for p in (path, *path.parents) if p.exists()).stat().st_dev
 
 
-def run_uv(
-    arguments: Sequence[str | Path], log: Path, *, keep_open: Sequence[int] = (), binary: str | None = None
-) -> tuple[int, str]:
+def run_uv(arguments: Sequence[str | Path], log: Path, keep_open: Sequence[int] = ()) -> tuple[int, str]:
     """Run uv. Return its exit status and its output, which is appended to `log` with the command.
 
     uv ends with this call, and with this process, however that ends. keep_open: descriptors that it holds meanwhile.
     """
-    command = [binary or find_uv(), *map(str, arguments)]
+    command = [find_uv(), *map(str, arguments)]
     # Hard links, also on file systems that can clone: what environments share can be counted.
     defaults = {"UV_CACHE_DIR": str(uv_cache()), "UV_LINK_MODE": "hardlink"}
     settings = {**defaults, **host_settings(), "NO_COLOR": "1", "UV_NO_PROGRESS": "1"}
@@ -149,7 +158,7 @@ def run_uv(
     try:
         child = LoggedChild(command, Path.cwd(), settings, part, tuple(map(os.dup, keep_open)))
         ((code, _),) = run_children([child], None)
-        output = part.read_text(encoding="utf-8", errors="replace")
+        output = read_log(part)
     finally:
         part.unlink(missing_ok=True)
     with log.open("a", encoding="utf-8") as f:

@@ -7,6 +7,7 @@ the package is used; folders are added to it.
 from __future__ import annotations
 
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,15 +26,18 @@ from packaging.version import Version
 from bumpgate.core.errors import BumpgateError, one_fault, one_line
 from bumpgate.core.text import redacted
 from bumpgate.env import store
+from bumpgate.env.locks import Wheel
 from bumpgate.env.request import RUNNING
-from bumpgate.env.uv import host_settings, http_options, local_path
+from bumpgate.env.uv import blocks, host_settings, http_options, local_path
+from bumpgate.process.home import home
 
 if TYPE_CHECKING:
     import requests
     from pypi_simple import DistributionPackage
 
-DAY = r"(20[0-9]{2})(0[1-9]|1[0-2])([0-2][0-9]|3[01])"
-
+# Only as a separate part: eight digits after "git" are a hash.
+DAY = re.compile(r"(?:^|\.)(20[0-9]{2})(0[1-9]|1[0-2])([0-2][0-9]|3[01])(?:\.|$)")
+COMMIT = re.compile(r"(^|\.)g(it)?[0-9a-f]{6,}")
 FILES = (".whl", ".tar.gz", ".zip")  # wheels and sdists
 
 
@@ -125,12 +129,9 @@ def build_day(version: str) -> date | None:
     """Return the day in a nightly's version, in .devYYYYMMDD or in its local part."""
     parsed = Version(version)
     for text in (str(parsed.dev or ""), parsed.local or ""):
-        # Only as a separate part: eight digits after "git" are a hash.
-        if match := re.search(rf"(?:^|\.){DAY}(?:\.|$)", text):
-            try:
+        with suppress(ValueError):  # a day that the calendar lacks
+            if match := DAY.search(text):
                 return date(*map(int, match.groups()))
-            except ValueError:
-                continue
     return None
 
 
@@ -141,33 +142,24 @@ def in_order(found: Iterable[FoundVersion]) -> list[FoundVersion]:
     come before the release itself, which PEP 440 sorts first.
     """
 
-    def key(f: FoundVersion) -> tuple[Version, bool, date, Version]:
-        version = Version(f.version)
-        git = _of_commit(version)
+    parsed = [(Version(f.version), f) for f in found]
+    by_commit = {version: bool(COMMIT.search(version.local or "")) for version, _ in parsed}
+
+    def place(pair: tuple[Version, FoundVersion]) -> tuple[Version, bool, date, Version]:
+        version, f = pair
+        git = by_commit[version]
         return Version(version.public), not git, (f.date or date.min) if git else date.min, version
 
-    ordered = sorted(found, key=key)
-    days = Counter(
-        (Version(f.version).base_version, f.date) for f in ordered if build_day(f.version) or _git(f)
-    )
-    loose = Counter(Version(f.version).public for f in ordered if _git(f) and f.date is None)
+    days = Counter((v.base_version, f.date) for v, f in parsed if by_commit[v] or build_day(f.version))
+    loose = Counter(v.public for v, f in parsed if by_commit[v] and f.date is None)
     out = []
-    for f in ordered:
-        notes = []
-        if f.date and days[Version(f.version).base_version, f.date] > 1:
-            notes.append(f"one of {days[Version(f.version).base_version, f.date]} builds of {f.date}")
-        if _git(f) and loose[Version(f.version).public] > 1:
+    for version, f in sorted(parsed, key=place):
+        builds = days[version.base_version, f.date] if f.date else 0
+        notes = [f"one of {builds} builds of {f.date}"] if builds > 1 else []
+        if by_commit[version] and loose[version.public] > 1:
             notes.append("no date: its place among the builds by commit is not known")
         out.append(replace(f, note="; ".join(notes)))
     return out
-
-
-def _git(found: FoundVersion) -> bool:
-    return _of_commit(Version(found.version))
-
-
-def _of_commit(version: Version) -> bool:
-    return bool(version.local and re.search(r"(^|\.)g(it)?[0-9a-f]{6,}", version.local))
 
 
 def _found(version: Version, file: DistributionPackage) -> FoundVersion:
@@ -282,8 +274,7 @@ def _linked(html: bytes, base: str, package: str | None = None) -> list[Distribu
 
 def _why(error: Exception) -> str:
     """Return the innermost reason: requests wraps a refused connection four times."""
-    response = getattr(error, "response", None)
-    if response is not None:
+    if (response := getattr(error, "response", None)) is not None:
         return f"{response.status_code} {response.reason}"
     text = one_line(error, 2000)
     match = re.search(r"(\[Errno [^\]]*\] [A-Za-z ]+|[Tt]imed out|Name or service not known)", text)
@@ -308,6 +299,48 @@ def _file(path: Path, sha256: str = "") -> DistributionPackage:
     return DistributionPackage(path.name, path.absolute().as_uri(), None, None, "wheel", digests, None, None)
 
 
+@dataclass(frozen=True)
+class Offer:
+    """One wheel of a place. sha256: as the page or the folder's SHA256SUMS states it, "" if neither does."""
+
+    file: str
+    url: str
+    sha256: str
+
+    def path(self) -> Path:
+        """Return the file; one of a page is fetched into the wheel store. Raises BumpgateError, OSError."""
+        if path := local_path(self.url):
+            return path
+        if self.sha256 and (kept := store.find(Wheel(self.file, self.sha256))):
+            return kept
+        home().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=home()) as folder:
+            partial = Path(folder) / self.file
+            with partial.open("wb") as f:
+                f.writelines(blocks(self.url))
+            # By what it is, not by what the page states: the audit of a wheel compares the two.
+            return store.keep(partial)
+
+
+def offers(places: Iterable[str]) -> list[Offer]:
+    """Return the wheels of folders and pages, in order. Raises UnreachableError (one line) if one cannot be read."""
+    found = []
+    for place in places:
+        folder = local_path(place)
+        sums = _sums(folder / store.SUMS) if folder else {}
+        for link in links(place):
+            name = Path(link.filename).name
+            found.append(Offer(name, link.url, link.digests.get("sha256") or sums.get(name, "")))
+    return found
+
+
+def _sums(path: Path) -> dict[str, str]:
+    """Return file name -> sha256, from the format of sha256sum; empty without such a file."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    lines = re.findall(r"^([0-9a-fA-F]{64}) [ *](.+)$", text, re.MULTILINE)
+    return {name.rsplit("/", 1)[-1]: digest.lower() for digest, name in lines}
+
+
 def command(
     package: Annotated[str, typer.Argument(help="torch, triton, ...")],
     index: Annotated[str | None, typer.Option(help="An index that takes precedence over the host's.")] = None,
@@ -324,16 +357,8 @@ def command(
 
     Exit codes: 0 done, 4 bad input, an unreachable index, or nothing to list.
     """
-    found = versions(
-        package,
-        index=index,
-        find_links=find_links or (),
-        python=python,
-        pre=pre,
-        since=_day(since),
-        until=_day(until),
-        from_store=from_store,
-    )
+    where: dict[str, Any] = {"index": index, "find_links": find_links or (), "from_store": from_store}
+    found = versions(package, python=python, pre=pre, since=_day(since), until=_day(until), **where)
     width = max((len(f.version) for f in found), default=0)
     for f in found:
         yanked = "" if f.yanked is None else f"yanked: {f.yanked}" if f.yanked else "yanked"

@@ -29,9 +29,9 @@ from bumpgate.env.build import resolve
 from bumpgate.env.freeze import changes, fetch, lock_of
 from bumpgate.env.inventory import content_of, version_of
 from bumpgate.env.lane import LaneContext
-from bumpgate.env.links import Offer, offers
 from bumpgate.env.locks import Lock, Wheel
 from bumpgate.env.store import sha256_of, store_root
+from bumpgate.env.versions import Offer, offers
 from bumpgate.process.file_transaction import AdoptionError, read
 from bumpgate.wheels.store import kernel_store
 

@@ -93,7 +93,7 @@ def _restored(root: Path, lane: str, path: Path, *, smoke: bool, undone: bool) -
         elif smoke:
             line += f", nothing run: lane {lane} declares no smoke tests"
     finally:
-        release(environment, _cache())
+        release(environment)
     return f"{line}: {environment.python}"
 
 

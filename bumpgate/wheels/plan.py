@@ -17,9 +17,9 @@ from bumpgate.doctor.checks import driver_version
 from bumpgate.env import store as wheel_store
 from bumpgate.env.inventory import take
 from bumpgate.env.lane import LaneContext
-from bumpgate.env.links import Offer, offers
 from bumpgate.env.packages import KernelWheel, satisfies
 from bumpgate.env.store import sha256_of
+from bumpgate.env.versions import Offer, offers
 from bumpgate.process.child import Interpreter
 from bumpgate.process.runner import child_environment
 from bumpgate.wheels import store

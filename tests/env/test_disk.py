@@ -11,6 +11,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -221,14 +222,10 @@ def test_interrupted_build_leaves_no_process(
 
 def test_installations_unpack_together_and_deletions_wait(tmp_path: Path) -> None:
     def free(mode: int) -> bool:
-        lock = cached.lock_file(tmp_path, cached.UNPACKING)
-        try:
+        with cached.lock_of(tmp_path / cached.UNPACKING) as lock, suppress(BlockingIOError):
             fcntl.flock(lock, mode | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(lock)
-        return True
+            return True
+        return False
 
     with cached.unpacking(tmp_path):
         assert (free(fcntl.LOCK_SH), free(fcntl.LOCK_EX)) == (True, False)

@@ -14,7 +14,6 @@ from packaging.utils import canonicalize_name
 
 from bumpgate import cli
 from bumpgate.core.errors import BumpgateError
-from bumpgate.env import freeze as freezing
 from bumpgate.env import store, uv
 from bumpgate.env.build import BuildError, build
 from bumpgate.env.freeze import pinned_requirements
@@ -248,10 +247,10 @@ def test_wheels_are_fetched_with_the_certificates_of_the_host(
     monkeypatch.setattr(uv, "host_settings", lambda: settings)
     monkeypatch.setattr(requests, "get", get)
     with pytest.raises(BumpgateError, match=r"^https://x/a.whl cannot be fetched: no such host at all$"):
-        list(freezing.blocks("https://user:pass@x/a.whl"))
+        list(uv.blocks("https://user:pass@x/a.whl"))
     assert calls == [{"stream": True, "timeout": 30.0, "verify": verify}]
     settings["UV_HTTP_TIMEOUT"] = "soon"
     with pytest.raises(
         BumpgateError, match=r"^UV_HTTP_TIMEOUT=soon: not a number of seconds; export UV_HTTP"
     ):
-        list(freezing.blocks("https://x/a.whl"))
+        list(uv.blocks("https://x/a.whl"))

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from bumpgate.env import store
-from bumpgate.env.links import Offer, offers
 from bumpgate.env.locks import Wheel
-from bumpgate.env.versions import UnreachableError, versions
+from bumpgate.env.versions import Offer, UnreachableError, offers, versions
 from tests.support.local_index import LocalIndex, fake_wheel
 
 
