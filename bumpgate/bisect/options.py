@@ -28,7 +28,7 @@ from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.text import redacted
 from bumpgate.env.build import Environment, build
 from bumpgate.env.cached import Disk
-from bumpgate.env.lane import lane_request
+from bumpgate.env.lane import LaneContext, lane_request
 from bumpgate.env.mirror import copies
 from bumpgate.env.request import RUNNING, Request
 from bumpgate.env.versions import versions
@@ -312,13 +312,13 @@ class Options:
         say: prints a line while another process has the device.
         """
         prepared = self.prepared
-        fitter = Fitter(root, self.lane, self.find_links) if root and not prepared else None
+        fitter = Fitter(LaneContext(root, self.lane), self.find_links) if root and not prepared else None
         make: Build = prepared or fitter or build
         request = prepared.request if prepared else self._request(root)
 
         def variables(environment: Environment) -> Mapping[str, str]:
             if prepared and root:
-                return absent_variables(missing(root, self.lane, environment.python))
+                return absent_variables(missing(LaneContext(root, self.lane), environment.python))
             return fitter.variables(environment) if fitter else {}
 
         return Setup(

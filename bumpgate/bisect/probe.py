@@ -39,13 +39,12 @@ from bumpgate.process.child import (
     SIGNALLED,
     TOKEN,
     ChildFault,
-    EndingKind,
     Interpreter,
     ending,
     last_line,
-    read_log,
     run_child,
 )
+from bumpgate.process.host import read_or_empty
 from bumpgate.process.runner import (
     IMPORT_SECONDS,
     NOTHING_SELECTED,
@@ -299,7 +298,7 @@ class CommandTest:
             code, seconds = run_child(line, self.folder, variables, self.timeout, log)
         ended = ending(code, seconds, self.timeout)
         cause, failure = Cause.RAN, str(ended)
-        if ended.kind is EndingKind.TIMEOUT:
+        if ended.limit is not None:
             cause = Cause.MACHINE
         elif code > 125 or code < -LAST_SIGNAL:
             status = code if code > 0 else SIGNALLED - code
@@ -344,7 +343,7 @@ class CommandTest:
 
 def _missing_module(log: Path, environment: Environment) -> str:
     """Return the missing module that the last exception in a log names; "" if a package of the environment has it."""
-    raised = RAISED.findall(read_log(log))
+    raised = RAISED.findall(read_or_empty(log))
     missing = NO_MODULE.match(raised[-1]) if raised else None
     return missing[1] if missing and canonicalize_name(missing[1]) not in environment.packages else ""
 
@@ -353,7 +352,7 @@ def _last_lines(reading: Reading) -> tuple[str, ...]:
     log = reading.place / LOG
     if not log.exists():
         return ()
-    lines = text_lines(read_log(log))[-LOG_LINES:]
+    lines = text_lines(read_or_empty(log))[-LOG_LINES:]
     return tuple(one_line(line, 160) for line in lines) or ("(it printed nothing)",)
 
 

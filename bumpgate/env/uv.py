@@ -13,8 +13,9 @@ from urllib.parse import unquote
 
 from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.text import redacted
-from bumpgate.process.child import LoggedChild, read_log, run_children
+from bumpgate.process.child import LoggedChild, run_children
 from bumpgate.process.home import home
+from bumpgate.process.host import read_or_empty
 
 # uv ignores PIP_* variables. Each is used only if uv's own variable is unset; pip separates lists by spaces, and uv
 # its find-links by commas.
@@ -158,7 +159,7 @@ def run_uv(arguments: Sequence[str | Path], log: Path, keep_open: Sequence[int] 
     try:
         child = LoggedChild(command, Path.cwd(), settings, part, tuple(map(os.dup, keep_open)))
         ((code, _),) = run_children([child], None)
-        output = read_log(part)
+        output = read_or_empty(part)
     finally:
         part.unlink(missing_ok=True)
     with log.open("a", encoding="utf-8") as f:

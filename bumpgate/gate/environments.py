@@ -139,8 +139,8 @@ def _of_interpreter(name: str, python: str, root: Path, config: GateConfig, *, n
     """Return the environment of an interpreter of the user. new: its gate is not resumed."""
     listing = f"{shlex.quote(python)} -m pip list"
     try:
-        absent = wheels.missing(root, config.lane, Path(python))
-        contents = wheels.contents(root, config.lane, Path(python))
+        lane = LaneContext(root, config.lane)
+        absent, contents = wheels.missing(lane, Path(python)), wheels.contents(lane, Path(python))
     except BumpgateError as error:
         return EnvSpec(Path(), {}, one_line(error), listing)
     _refuse_unprepared(config, python, absent)
@@ -156,7 +156,7 @@ def _of_set(name: str, wanted: Sequence[Request], root: Path, lane: str, view: V
     try:
         with view.doing(f"{name}: building its environment"):
             request, made = _first(wanted, view)
-            fitted = wheels.fit(root, lane, request, made, request.find_links, view.say)
+            fitted = wheels.fit(LaneContext(root, lane), request, made, request.find_links, view.say)
     except BuildError as error:
         return EnvSpec(Path(), {}, one_line(error), f"less {shlex.quote(str(error.log))}")
     except BumpgateError as error:

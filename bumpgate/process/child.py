@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from bumpgate.core.errors import BumpgateError, one_line, text_lines
 from bumpgate.process import supervise
-from bumpgate.process.host import cores
+from bumpgate.process.host import cores, read_or_empty
 
 SIGNALLED = supervise.SIGNALLED
 # Signals that a program causes itself. Any other one was sent to it, and counts as the machine's.
@@ -84,21 +83,12 @@ def end_group(child: subprocess.Popen[bytes]) -> None:
         child.stdin.close()
 
 
-class EndingKind(Enum):
-    """EXIT: the process returned an exit code. TIMEOUT: it was stopped at its time limit."""
-
-    EXIT = "exit"
-    SIGNAL = "signal"
-    TIMEOUT = "timeout"
-
-
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended. signal: its name, "" without one. limit: seconds that a stopped process had."""
+    """How a process ended. signal: its name, "" without one. limit: seconds after which it was stopped, if it was."""
 
-    kind: EndingKind
     signal: str = ""
-    limit: float = 0.0
+    limit: float | None = None
 
     @property
     def crash(self) -> bool:
@@ -106,7 +96,7 @@ class Ending:
 
     def __str__(self) -> str:
         """Describe an end that is not an exit: `died of SIGSEGV`, `no end within 60 s`; "" for an exit."""
-        if self.kind is EndingKind.TIMEOUT:
+        if self.limit is not None:
             return f"no end within {self.limit:.0f} s"
         return f"died of {self.signal}" if self.signal else ""
 
@@ -118,10 +108,8 @@ def ending(code: int | None, seconds: float = 0.0, timeout: float | None = None)
     seconds, timeout: how long it ran, and its time limit.
     """
     if timeout is not None and seconds >= timeout:
-        return Ending(EndingKind.TIMEOUT, limit=timeout)
-    if code is None or code >= 0:
-        return Ending(EndingKind.EXIT)
-    return Ending(EndingKind.SIGNAL, _signal_name(-code))
+        return Ending(limit=timeout)
+    return Ending(_signal_name(-code) if code is not None and code < 0 else "")
 
 
 def _signal_name(number: int) -> str:
@@ -142,16 +130,8 @@ def describe_end(code: int, stderr: str) -> str:
 
 def last_line(log: Path) -> str:
     """Return the last line with text of a child's output."""
-    lines = text_lines(read_log(log))
-    return one_line(lines[-1], 120) if lines else "it printed nothing"
-
-
-def read_log(path: Path) -> str:
-    """Return the output of a child; "" if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    lines = text_lines(read_or_empty(log)) or ["it printed nothing"]
+    return one_line(lines[-1], 120)
 
 
 def run(command: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout: float) -> str:

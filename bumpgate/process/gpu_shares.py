@@ -49,16 +49,15 @@ def divide(gpus: Sequence[str], count: int, cores: Sequence[int]) -> list[GpuSha
 
 def merged(shares: Sequence[GpuShare]) -> GpuShare:
     """Return the union of shares."""
-    return GpuShare(
-        tuple(g for s in shares for g in s.gpus), tuple(sorted(c for s in shares for c in s.cores))
-    )
+    cores = sorted(core for share in shares for core in share.cores)
+    return GpuShare(tuple(gpu for share in shares for gpu in share.gpus), tuple(cores))
 
 
 def parts(shares: Sequence[GpuShare], number: int) -> list[list[GpuShare]]:
     """Return `number` groups of equally many neighbouring shares, for lanes that run at the same time.
 
-    Shares that are left over are unused: a lane with more GPUs and cores would be measured on another machine than the
-    others. Raises ValueError on fewer shares than lanes.
+    Shares that are left over are unused: each lane is measured on an equal machine. Raises ValueError if there are
+    fewer shares than lanes.
     """
     if not 1 <= number <= len(shares):
         raise ValueError(f"{len(shares)} shares cannot be given to {number} lanes")
@@ -100,12 +99,10 @@ def first_gpu() -> str:
 
 
 def used_gpus(count: int) -> list[str]:
-    """Return the GPUs that a run without `--gpus` may use.
+    """Return the GPUs that a run without `--gpus` may use. count: the number of GPUs that the lane needs.
 
     These are the GPUs in CUDA_VISIBLE_DEVICES, over which the workers are spread. Without that variable a lane of one
     GPU runs on the first GPU, and a lane of several GPUs may use all that the driver lists.
-
-    count: the number of GPUs that the lane needs.
     """
     return listed() or [str(i) for i in range(max(count, len(gpu_models())) if count > 1 else 1)]
 
@@ -117,12 +114,11 @@ def lock_names(gpus: Iterable[str]) -> list[str]:
     of several models in another order.
     """
     uuids = gpu_uuids() if len(set(gpu_models())) == 1 else []
-
-    def name(gpu: str) -> str:
+    names = set()
+    for gpu in gpus:
         found = [str(i) for i, uuid in enumerate(uuids) if gpu.startswith("GPU-") and uuid.startswith(gpu)]
-        return found[0] if len(found) == 1 else gpu
-
-    return sorted({name(gpu) for gpu in gpus})
+        names.add(found[0] if len(found) == 1 else gpu)
+    return sorted(names)
 
 
 def own_cores() -> list[int]:
@@ -172,11 +168,7 @@ def visible(count: int) -> list[GpuShare]:
 
 @dataclass(frozen=True)
 class Place:
-    """The GPUs of one process, as names of their locks in order.
-
-    own: the GPUs of the process itself.
-    gpus: all GPUs of its lane run.
-    """
+    """The GPUs of one process and all GPUs of its lane run, as names of their locks in order."""
 
     own: Sequence[str]
     gpus: Sequence[str]

@@ -17,9 +17,9 @@ from pathlib import Path
 from bumpgate.core import lanes
 from bumpgate.core.errors import BumpgateError, one_line, text_lines
 from bumpgate.core.rows import Record, read_record
-from bumpgate.process.child import ChildFault, Interpreter, LoggedChild, ending, read_log, run_children
+from bumpgate.process.child import ChildFault, Interpreter, LoggedChild, ending, run_children
 from bumpgate.process.home import home
-from bumpgate.process.host import OWN_VARIABLES, PARENT
+from bumpgate.process.host import OWN_VARIABLES, PARENT, read_or_empty
 
 INTERRUPTED, USAGE, NOTHING_SELECTED = 2, 4, 5  # exit codes of pytest
 IMPORT_SECONDS = 300
@@ -250,11 +250,10 @@ def _ourselves(root: Path) -> list[str]:
 
 def _last_words(log: Path) -> str:
     """Return the line of a log in which pytest, or Python, reports why nothing ran."""
-    lines = [line.strip() for line in text_lines(read_log(log))]
-    for prefix in ("ERROR: ", "E   "):
-        errors = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
-        if errors and errors[0].startswith("usage: "):
-            errors = [line.split(": error: ", 1)[1] for line in lines if ": error: " in line] or errors
-        if errors:
-            return one_line(errors[-1] if prefix == "E   " else errors[0])
-    return one_line(lines[-1]) if lines else "it printed nothing"
+    lines = [line.strip() for line in text_lines(read_or_empty(log))]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    if errors and errors[0].startswith("usage: "):
+        errors = [line.split(": error: ", 1)[1] for line in lines if ": error: " in line] or errors
+    raised = [line.removeprefix("E   ") for line in lines if line.startswith("E   ")]
+    last = lines[-1:] or ["it printed nothing"]
+    return one_line((errors[:1] or raised[-1:] or last)[0])

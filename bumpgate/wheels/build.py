@@ -1,8 +1,8 @@
 """Builds a kernel wheel from its sdist against one torch: isolated from the host, limited, logged and resumable.
 
 The recipe is for CUDA packages; the machine needs no GPU. Their setup scripts add further architectures and ignore
-TORCH_CUDA_ARCH_LIST, so a wrapper of nvcc keeps only that of the lane. A copy of the sources stays next to the log
-until the wheel is built, so that a stopped build continues with its existing objects (ninja).
+TORCH_CUDA_ARCH_LIST, so a wrapper of nvcc keeps only the lane's. A copy of the sources stays next to the log until the
+wheel is built, so that a stopped build continues with its existing objects (ninja).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bumpgate.core.errors import BumpgateError, one_fault, one_line
-from bumpgate.core.text import redacted
+from bumpgate.core.errors import BumpgateError, one_fault, one_line, text_lines
 from bumpgate.env.locks import SHA256
-from bumpgate.env.store import sha256_of
-from bumpgate.env.uv import find_uv, http_options
+from bumpgate.env.store import save, sha256_of
+from bumpgate.env.uv import blocks, find_uv, run_uv
 from bumpgate.env.versions import source_distributions
 from bumpgate.process.child import Interpreter, run_child
 from bumpgate.process.home import home
+from bumpgate.process.host import read_or_empty
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target, WheelFile, audit
 from bumpgate.wheels.store import Build
@@ -80,78 +80,59 @@ class Limits:
 def build_wheel(build: Build, target: Target, sdist: Path, limits: Limits, patch: Path | None = None) -> Path:
     """Compile one package against the torch of an environment, and put the wheel into the kernel store.
 
-    sdist: its source archive; patch: an edit of it, as `git diff` writes one. Raises WheelBuildError with the log on a
-    failure, at the time limit, or if the wheel fails its audit; the next call uses the objects compiled so far.
+    sdist: its source archive.
+    patch: an edit of the sources, as `git diff` writes one.
+    Raises WheelBuildError with the log on a failure, at the time limit, or if the wheel fails its audit; the next call
+    uses the objects compiled so far.
     """
-    interpreter = target.interpreter
-    if build.sdist and SHA256.fullmatch(build.sdist) and (found := sha256_of(sdist)) != build.sdist:
+    if SHA256.fullmatch(build.sdist) and (found := sha256_of(sdist)) != build.sdist:
         raise WheelBuildError(f"{sdist.name}: sha256 {found[:12]}..., the lane has {build.sdist[:12]}...")
     place = home() / "building" / f"{build.package}-{build.key}"
     place.mkdir(parents=True, exist_ok=True)
     log = place.with_suffix(".log")
-    tools = _tools(place / "tools", interpreter.python, log)
+    python = target.interpreter.python
+    tools = _tools(place / "tools", python, log)
     source = _unpacked(sdist, place / "source", patch, log)
-    variables = _variables(build, interpreter, tools, place, limits)
-    uv = [
-        find_uv(),
-        "build",
-        "--wheel",
-        "--no-build-isolation",
-        "--offline",
-        "--python",
-        str(interpreter.python),
-    ]
-    command = [*_limited(limits), *uv, "--out-dir", str(place / "out"), str(source)]
-    code, seconds = run_child(command, source, variables, limits.seconds, log)
+    variables = _variables(build, target.interpreter, tools, place, limits)
+    isolated = ("--wheel", "--no-build-isolation", "--offline", "--python", str(python))
+    command = [find_uv(), "build", *isolated, "--out-dir", str(place / "out"), str(source)]
+    code, seconds = run_child([*_limited(limits), *command], source, variables, limits.seconds, log)
     wheels = sorted((place / "out").glob("*.whl"))
+    title = f"{build.package} {build.version}"
     if code or len(wheels) != 1:
         ended = f"no wheel within {limits.seconds:.0f} s" if seconds >= limits.seconds else f"exit {code}"
-        again = "the same command continues it"
-        raise WheelBuildError(
-            f"{build.package} {build.version}: {ended}: {_cause(log)} (log: {log}; {again})"
-        )
+        raise WheelBuildError(f"{title}: {ended}: {_cause(log)} (log: {log}; the same command continues it)")
     audited = audit(WheelFile(wheels[0], build.package, built_for=build.torch), target)
     if audited.faults:
-        raise WheelBuildError(
-            f"{build.package} {build.version}: built, and refused: {audited.reason} (log: {log})"
-        )
+        raise WheelBuildError(f"{title}: built, and refused: {audited.reason} (log: {log})")
     stored = store.put(build, wheels[0])
     shutil.rmtree(place, ignore_errors=True)
     return stored
 
 
 def _limited(limits: Limits) -> list[str]:
-    prefix = ["nice", "-n", "10"]
     kib = int(limits.memory_gib * 2**20)
-    return [*prefix, "sh", "-c", f'ulimit -v {kib}; exec "$@"', "sh"] if kib else prefix
+    return ["nice", "-n", "10", *(["sh", "-c", f'ulimit -v {kib}; exec "$@"', "sh"] if kib else [])]
 
 
 def _variables(
     build: Build, interpreter: Interpreter, tools: Path, place: Path, limits: Limits
 ) -> dict[str, str]:
     """Return the env_vars of the compilation: torch from the interpreter, the tools, and nvcc for one architecture."""
-    clean = {
-        n: v for n, v in interpreter.environment.items() if not n.startswith(("TORCH_CUDA_ARCH", "BUMPGATE_"))
-    }
-    path = os.pathsep.join(
-        [str(tools / "bin"), str(interpreter.python.parent), clean.get("PATH", os.defpath)]
-    )
-    variables = {
-        **clean,
-        **SWITCHES.get(build.package, {}),
-        "PATH": path,
-        "PYTHONPATH": str(tools),
-        "MAX_JOBS": str(limits.jobs),
-    }
+    given = interpreter.environment.items()
+    clean = {name: value for name, value in given if not name.startswith(("TORCH_CUDA_ARCH", "BUMPGATE_"))}
+    path = clean.get("PATH")
+    folders = [str(tools / "bin"), str(interpreter.python.parent), path or os.defpath]
+    variables = {**clean, **SWITCHES.get(build.package, {}), "PATH": os.pathsep.join(folders)}
+    variables |= {"PYTHONPATH": str(tools), "MAX_JOBS": str(limits.jobs)}
     packages = sorted(interpreter.python.parents[1].glob("lib/python*/site-packages"))
-    standard = max((required_standard(place / "torch" / "include") for place in packages), default=0)
-    if cxx := shutil.which(clean.get("CXX") or "c++", path=clean.get("PATH")):
+    standard = max((required_standard(each / "torch" / "include") for each in packages), default=0)
+    if cxx := shutil.which(clean.get("CXX") or "c++", path=path):
         variables["CXX"] = str(compiler(place / "bin" / Path(cxx).name, cxx, build.arch, standard))
-    nvcc = shutil.which("nvcc", path=clean.get("PATH"))
-    if build.arch and nvcc:
+    if build.arch and (nvcc := shutil.which("nvcc", path=path)):
         prefix = cuda_prefix(Path(nvcc))
         wrapper = compiler(place / "bin" / "nvcc", str(prefix / "bin" / "nvcc"), build.arch, standard)
-        headers = [str(header) for place in packages for header in place.glob("nvidia/*/include")]
+        headers = [str(header) for each in packages for header in each.glob("nvidia/*/include")]
         variables |= {
             "CUDA_HOME": str(prefix),
             "PYTORCH_NVCC": str(wrapper),
@@ -174,11 +155,7 @@ def compiler(wrapper: Path, program: str, arch: int, standard: int) -> Path:
 
 def required_standard(include: Path) -> int:
     """Return the C++ standard that torch's headers require: 17 up to torch 2.13, then 20; 0 if they name none."""
-    try:
-        text = (include / "ATen" / "ATen.h").read_text(encoding="utf-8")
-    except OSError:
-        return 0
-    found = re.search(r"__cplusplus < 20(\d\d)\d\dL", text)
+    found = re.search(r"__cplusplus < 20(\d\d)\d\dL", read_or_empty(include / "ATen" / "ATen.h"))
     return int(found[1]) if found else 0
 
 
@@ -196,15 +173,11 @@ def _tools(place: Path, python: Path, log: Path) -> Path:
     """Return a folder with what a setup script imports, separate from the environment, which is not changed."""
     done = place / ".done"
     if not done.exists():
-        from bumpgate.env.uv import run_uv
-
-        code, output = run_uv(
-            ["pip", "install", "--quiet", "--target", place, "--python", python, "--no-build", *TOOLS], log
-        )
+        flags = ("--quiet", "--no-build", "--python", str(python), "--target", str(place))
+        code, output = run_uv(["pip", "install", *flags, *TOOLS], log)
         if code:
-            raise WheelBuildError(
-                f"the build tools cannot be installed: {one_line(output, 200)} (log: {log})"
-            )
+            why = one_line(output, 200)
+            raise WheelBuildError(f"the build tools cannot be installed: {why} (log: {log})")
         done.touch()
     return place
 
@@ -220,27 +193,20 @@ def _unpacked(sdist: Path, place: Path, patch: Path | None, log: Path) -> Path:
     folders = [p for p in place.iterdir() if p.is_dir()]
     if len(folders) != 1:
         raise WheelBuildError(f"{sdist.name}: {len(folders)} folders (expected one)")
-    if not done.exists():
-        if patch:
-            _apply(patch.resolve(), folders[0], log)
-        done.touch()
+    if patch and not done.exists():
+        # In a repository, git would take the paths from its top, and skip those that it does not track.
+        environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(place)}
+        apply = ["git", "apply", str(patch.resolve())]
+        code, _ = run_child(apply, folders[0], environment, PATCH_SECONDS, log)
+        if code:
+            raise WheelBuildError(f"{patch.name} does not apply: {_cause(log)} (log: {log})")
+    done.touch()
     return folders[0]
-
-
-def _apply(patch: Path, folder: Path, log: Path) -> None:
-    # In a repository, git would take the paths from its top, and skip those that it does not track.
-    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    code, _ = run_child(["git", "apply", str(patch)], folder, environment, PATCH_SECONDS, log)
-    if code:
-        raise WheelBuildError(f"{patch.name} does not apply: {_cause(log)} (log: {log})")
 
 
 def _cause(log: Path) -> str:
     """Return the first error of a compiler in the log, else the last lines."""
-    try:
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    except OSError:
-        return "no output"
+    lines = [line.strip() for line in text_lines(read_or_empty(log))] or ["no output"]
     errors = [line for line in lines if re.search(r"\berror: ", line)]
     return one_line(" | ".join(errors[:1] or lines[-TAIL_LINES:]), 300)
 
@@ -250,29 +216,18 @@ def download_sdist(build: Build, index: str | None = None) -> Path:
 
     Raises WheelBuildError if the index has no such file, UnreachableError if it does not answer.
     """
-    import requests
-
     place = home() / "sdists" / build.sdist
     if kept := [p for p in place.glob("*.tar.gz") if sha256_of(p) == build.sdist]:
         return kept[0]
     files = [f for f in source_distributions(build.package, index) if f.digests.get("sha256") == build.sdist]
     if not files:
-        raise WheelBuildError(
-            f"{build.package} {build.version}: the index has no sdist of sha256 {build.sdist[:12]}..."
-        )
-    place.mkdir(parents=True, exist_ok=True)
-    partial = place / f".{os.getpid()}.partial"
+        lacking = f"the index has no sdist of sha256 {build.sdist[:12]}..."
+        raise WheelBuildError(f"{build.package} {build.version}: {lacking}")
+    name, url = files[0].filename, files[0].url
     try:
-        with requests.get(files[0].url, stream=True, **http_options()) as answer, partial.open("wb") as f:
-            answer.raise_for_status()
-            for block in answer.iter_content(1 << 20):
-                f.write(block)
-        if sha256_of(partial) != build.sdist:
-            raise WheelBuildError(
-                f"{files[0].filename}: the index served a file with another sha256 than it lists"
-            )
-        return partial.rename(place / files[0].filename)
-    except requests.RequestException as error:
-        raise WheelBuildError(f"{redacted(files[0].url)} cannot be fetched: {one_line(error, 100)}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+        whole = save(place / name, build.sdist, blocks(url))
+    except BumpgateError as error:
+        raise WheelBuildError(str(error)) from None
+    if not whole:
+        raise WheelBuildError(f"{name}: the index served a file with another sha256 than it lists")
+    return place / name

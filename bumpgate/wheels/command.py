@@ -130,17 +130,15 @@ def build_command(
         raise BumpgateError(f"lane {lane} has no kernel wheel {unknown[0]!r}; it has: {known}")
     if sdist and (len(names) != 1 or not sdist.is_file()):
         raise BumpgateError(f"--sdist {sdist}: name one --package and an existing archive")
-    failed = False
+    limits, failed = Limits(jobs, 3600 * hours, memory), False
     for name in names:
         spec = build_of(context, wheels[name], target)
-        if kept := store.find(spec):
-            typer.echo(f"{name} {spec.version}: kept: {kept}")
-            continue
+        kept = store.find(spec)
         try:
-            source = sdist or download_sdist(spec)
-            limits = Limits(jobs, 3600 * hours, memory)
-            made = build_wheel(spec, target, source, limits, context.patch(wheels[name]))
-            typer.echo(f"{name} {spec.version}: built: {made}")
+            found = kept or build_wheel(
+                spec, target, sdist or download_sdist(spec), limits, context.patch(wheels[name])
+            )
+            typer.echo(f"{name} {spec.version}: {'kept' if kept else 'built'}: {found}")
         except WheelBuildError as error:
             typer.echo(f"{error}", err=True)
             failed = True

@@ -19,7 +19,7 @@ from bumpgate.env.inventory import Inventory, take
 from bumpgate.env.lane import LaneContext
 from bumpgate.process.child import Interpreter
 from bumpgate.process.runner import child_environment
-from bumpgate.wheels.plan import BUILD, make_target, plan
+from bumpgate.wheels.plan import BUILD, Choice, make_target, plan
 
 # Read by the suites: JSON, package to the reason why the environment has no wheel of it.
 VARIABLE = "BUMPGATE_ABSENT"
@@ -38,8 +38,7 @@ class Fitted:
 
 
 def fit(
-    root: Path,
-    lane: str,
+    lane: LaneContext,
     request: Request,
     environment: Environment,
     find_links: Sequence[str],
@@ -50,29 +49,24 @@ def fit(
     Refused wheels are left out; a lock already has its wheels. A wheel that the lane has given up is added if it fits,
     and not mentioned otherwise. Raises BuildError, ChildFault, BumpgateError.
     """
-    context = LaneContext(root, lane)
-    own = context.kernel_wheels
+    own = lane.kernel_wheels
     unaudited = not own and abi.missing_tool()
-    if request.lock is not None or not context.known_kernel_wheels or unaudited:
-        return Fitted(environment, request, missing(root, lane, environment.python))
-    target = make_target(context, environment.python)
-    planned = (c for c in plan(context, target, find_links) if c.package not in environment.packages)
+    if request.lock is not None or not lane.known_kernel_wheels or unaudited:
+        return Fitted(environment, request, missing(lane, environment.python))
+    target = make_target(lane, environment.python)
+    planned = (c for c in plan(lane, target, find_links) if c.package not in environment.packages)
     choices = [c for c in planned if c.wheel or c.package in own]
     for choice in choices:
         for reason in choice.refused:
             say(f"refused: {reason}")
         say(f"{choice.package} {choice.version}: {choice.action}: {choice.reason}")
-    absent = {
-        c.package: _naming(c.package, f"not built: {c.reason}" if c.action == BUILD else c.reason)
-        for c in choices
-        if not c.wheel
-    }
+    absent = {c.package: _why(c) for c in choices if not c.wheel}
     files = {c.package: store.keep(c.wheel) for c in choices if c.wheel}
     if files:
         wheels = tuple(f"{package} @ {path.as_uri()}" for package, path in files.items())
         request = replace(request, requirements=(*request.requirements, *wheels))
         environment = build(request, say=say)
-    missing(root, lane, environment.python)
+    missing(lane, environment.python)
     return Fitted(environment, request, absent)
 
 
@@ -83,20 +77,21 @@ def names(reason: str, package: str) -> bool:
     return canonicalize_name(package) in map(canonicalize_name, found)
 
 
-def _naming(package: str, reason: str) -> str:
+def _why(choice: Choice) -> str:
     """Return a reason that names the package: `bumpgate adopt --without` finds the package's rows by it."""
-    return reason if names(reason, package) else f"{package}: {reason}"
+    reason = f"not built: {choice.reason}" if choice.action == BUILD else choice.reason
+    return reason if names(reason, choice.package) else f"{choice.package}: {reason}"
 
 
-def missing(root: Path, lane: str, python: Path) -> dict[str, str]:
+def missing(lane: LaneContext, python: Path) -> dict[str, str]:
     """Return the kernel wheels of the lane's adopted row that an interpreter lacks, with the reason.
 
     Raises BumpgateError, one line, if anything installed there that is linked against torch fails its audit.
     """
-    names = LaneContext(root, lane).kernel_wheels
+    names = lane.kernel_wheels
     if not names and abi.missing_tool():
         return {}
-    found = _inventory(root, python)
+    found = _inventory(lane, python)
     named = [wheel for name in names if (wheel := found.installed(name))]
     others = [wheel for wheel in abi.built_on_torch(found) if canonicalize_name(wheel.name) not in names]
     for fault in abi.audit_all([*named, *others], found):
@@ -104,15 +99,15 @@ def missing(root: Path, lane: str, python: Path) -> dict[str, str]:
     return {name: f"{name} is not installed" for name in names if found.installed(name) is None}
 
 
-def contents(root: Path, lane: str, python: Path) -> dict[str, str]:
+def contents(lane: LaneContext, python: Path) -> dict[str, str]:
     """Return the digest of the files of each kernel wheel of the lane that an interpreter has. Raises ChildFault."""
-    names = LaneContext(root, lane).known_kernel_wheels
-    found = _inventory(root, python) if names else None
+    names = lane.known_kernel_wheels
+    found = _inventory(lane, python) if names else None
     return {name: wheel.content for name in names if found and (wheel := found.installed(name))}
 
 
-def _inventory(root: Path, python: Path) -> Inventory:
-    return take(Interpreter(python, root, child_environment(python, root)))
+def _inventory(lane: LaneContext, python: Path) -> Inventory:
+    return take(Interpreter(python, lane.root, child_environment(python, lane.root)))
 
 
 def variables(absent: Mapping[str, str]) -> dict[str, str]:
@@ -124,15 +119,14 @@ def variables(absent: Mapping[str, str]) -> dict[str, str]:
 class Fitter:
     """Builds environments of a lane with the kernel wheels that fit each, as a gate does: the builds of a bisect."""
 
-    root: Path
-    lane: str
+    lane: LaneContext
     find_links: Sequence[str]
     _fitted: dict[str, Fitted] = field(default_factory=dict)
 
     @property
     def names(self) -> frozenset[str]:
         """Return the kernel wheels of the lane, which follow the other packages."""
-        return frozenset(LaneContext(self.root, self.lane).known_kernel_wheels)
+        return frozenset(self.lane.known_kernel_wheels)
 
     def __call__(self, request: Request) -> Environment:
         """Return the environment of a request. Raises NotInstallable if its packages contradict each other."""
@@ -140,7 +134,7 @@ class Fitter:
         if known := self._fitted.get(bare.key):
             return build(known.request)
         try:
-            fitted = fit(self.root, self.lane, request, bare, self.find_links)
+            fitted = fit(self.lane, request, bare, self.find_links)
         except BuildError:
             raise
         except BumpgateError as error:

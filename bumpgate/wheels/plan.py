@@ -71,12 +71,14 @@ def _choose(lane: LaneContext, wheel: KernelWheel, target: Target, offered: Sequ
             reason = "; ".join([f"{file.path.name} passes its audit", *filter(None, (ran, *found.notes))])
             return Choice(wheel.name, wheel.version, REUSE, reason, file.path, tuple(refused))
         refused[found.reason] = None
+    action, why = ABSENT, next(iter(refused), f"no wheel of {wheel.name} {wheel.version} was found")
     if wheel.sdist and target.arch and shutil.which("nvcc"):
         torch = Version(target.found.torch_version).public  # an index may have it without the local label
-        made = f"bumpgate wheels build --lane {lane.name} --torch {torch} --package {wheel.name}"
-        return Choice(wheel.name, wheel.version, BUILD, made, refused=tuple(refused))
-    why = next(iter(refused), f"no wheel of {wheel.name} {wheel.version} was found")
-    return Choice(wheel.name, wheel.version, ABSENT, why, refused=tuple(refused))
+        action, why = (
+            BUILD,
+            f"bumpgate wheels build --lane {lane.name} --torch {torch} --package {wheel.name}",
+        )
+    return Choice(wheel.name, wheel.version, action, why, refused=tuple(refused))
 
 
 def build_of(lane: LaneContext, wheel: KernelWheel, target: Target) -> Build:
@@ -111,13 +113,10 @@ def _wheel_files(
     for offer in (offer for offer in offered if _is_of(offer, wheel)):
         path = offer.path()
         # The adopted torch uses the adopted file; another torch has a different one, possibly of the same name.
-        own = (
-            adopted.get(path.name)
-            if satisfies(wheel.torch, SpecifierSet(f"=={target.found.torch_version}", prereleases=True))
-            else None
-        )
-        expected = own.sha256 if own else offer.sha256
+        same = satisfies(wheel.torch, SpecifierSet(f"=={target.found.torch_version}", prereleases=True))
+        own = adopted.get(path.name) if same else None
         known = wheel.sha256 and sha256_of(path) == wheel.sha256
+        expected = own.sha256 if own else offer.sha256
         yield WheelFile(path, wheel.name, expected, wheel.torch if known else "")
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate import cli
 from bumpgate.env import cached
 from bumpgate.env.build import BuildError, Environment, Request, build, release
 from bumpgate.env.cached import VARIABLE, discard, kept, usage
 from bumpgate.env.uv import uv_cache
 from suites.support.planted import planted
+from tests.env.conftest import Run
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
 from tests.support.tree import ROOT
 
@@ -158,24 +158,17 @@ def test_nearly_full_disk_is_reported_before_a_download(
     assert kept() == [], "whatever was not in use is deleted first"
 
 
-def environments(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["bumpgate", "environments", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
-
-
 def test_disk_option_deletes_and_refuses_a_wrong_size(
-    index: LocalIndex, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    index: LocalIndex, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "1G")  # restored after the option has set it
     torch(1, used=1000)
     newer = torch(2, used=2000)
-    assert environments(monkeypatch, "--disk", "7M") == 0
-    assert "deleted the environment torch==1.0" in capsys.readouterr().out
+    code, out, _ = run("environments", "--disk", "7M")
+    assert (code, "deleted the environment torch==1.0" in out) == (0, True)
     assert [entry.key for entry in kept()] == [newer.key]
-    assert environments(monkeypatch, "--disk", "40 G B") == 4
-    assert capsys.readouterr().err == "bumpgate: --disk 40 G B: not a size (expected e.g. 40G)\n"
+    fault = "bumpgate: --disk 40 G B: not a size (expected e.g. 40G)\n"
+    assert run("environments", "--disk", "40 G B") == (4, "", fault)
 
 
 def processes_of(folder: Path) -> list[str]:

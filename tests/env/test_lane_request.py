@@ -10,19 +10,8 @@ from bumpgate.core.errors import BumpgateError
 from bumpgate.env.build import BuildError, build
 from bumpgate.env.freeze import freeze
 from bumpgate.env.lane import LaneContext, lane_lock, lane_request
-from tests.support.lane_files import FAST, declare_lanes, write_lane
+from tests.support.lane_files import FAST, write_lane
 from tests.support.local_index import LocalIndex, fake_wheel
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    root = tmp_path / "tree"
-    declare_lanes(root)
-    (root / "pyproject.toml").write_text(
-        '[project]\nname = "bumpgate"\n[project.optional-dependencies]\n'
-        'suite = ["helper>=1"]\ncpu = ["bumpgate[suite]", "torch==1.0"]\nh200 = ["bumpgate[suite]"]\n'
-    )
-    return root
 
 
 def test_candidate_replaces_only_its_own_pin(index: LocalIndex, tree: Path) -> None:
@@ -40,25 +29,24 @@ def test_candidate_replaces_only_its_own_pin(index: LocalIndex, tree: Path) -> N
     assert lane_request(tree, "h200", "triton==3.0").requirements == ("triton==3.0", "helper>=1")
 
 
-EXTRA = 'h200 = ["bumpgate[suite]", "torch==1.0", "triton==3.0", "jax==1.0", "jaxlib==1.0"]\n'
-
-
 @pytest.fixture
 def device_tree(index: LocalIndex, tree: Path, tmp_path: Path) -> Path:
-    """A lane with its own pins: triton, a pair that pins itself, and a kernel wheel outside the index."""
+    """A lane with its own pins: triton, a pair that pins itself, an extra, and a kernel wheel outside the index."""
     write_lane(tree, "h200", FAST.format(torch="1.0+cu130"))
+    pins = '"torch==1.0", "triton==3.0", "jax==1.0", "jaxlib==1.0", "ray[tune]==2.0"'
     project = (tree / "pyproject.toml").read_text()
-    (tree / "pyproject.toml").write_text(project.replace('h200 = ["bumpgate[suite]"]\n', EXTRA))
+    (tree / "pyproject.toml").write_text(project.replace('h200 = ["', f'h200 = [{pins}, "'))
     for version in ("1.0", "2.0", "3.0"):
         folder = tmp_path / "wheels"
         index.add(fake_wheel(folder, "jax", version, requires=[f"jaxlib=={version}"]))
         index.add(fake_wheel(folder, "jaxlib", version))
-    fake_wheel(tmp_path / "kernels", "fast", "1.0", requires=["torch"])
-    fake_wheel(tmp_path / "kernels", "fast", "1.1", requires=["torch"])
+    index.add(fake_wheel(folder, "ray", "2.0", requires=["tuner; extra == 'tune'"]))
+    index.add(fake_wheel(folder, "tuner", "1.0"))
+    for version in ("1.0", "1.1"):
+        fake_wheel(tmp_path / "kernels", "fast", version, requires=["torch"])
     lock = freeze(LaneContext(tree, "h200"), find_links=(str(tmp_path / "kernels"),))
-    assert lock.versions == {
-        "fast": "1.0", "helper": "2.0", "jax": "1.0", "jaxlib": "1.0", "torch": "1.0", "triton": "3.0"
-    }  # fmt: skip
+    ones = dict.fromkeys(("fast", "jax", "jaxlib", "torch", "tuner"), "1.0")
+    assert lock.versions == ones | {"helper": "2.0", "ray": "2.0", "triton": "3.0"}
     return tree
 
 
@@ -79,11 +67,13 @@ def test_adopted_set_takes_local_wheels_by_hash(
         ("torch==1.1", {"torch": "1.1", "triton": "3.1", "fast": None}),
         ("triton==3.1", {"triton": "3.1"}),
         ("jax==2.0", {"jax": "2.0", "jaxlib": "2.0"}),
+        ("ray==2.0", {}),
     ],
 )
 def test_candidate_moves_only_conflicting_packages(
     candidate: str, moved: dict[str, str | None], device_tree: Path
 ) -> None:
+    """What an extra brings would be missing on the candidate's side only, and torch would be blamed."""
     adopted = build(lane_request(device_tree, "h200")).packages
     found = build(lane_request(device_tree, "h200", candidate)).packages
     assert {n: found.get(n) for n in {*adopted, *found} if found.get(n) != adopted.get(n)} == moved
@@ -96,36 +86,28 @@ def test_paired_packages_move_to_one_minor_release(tree: Path) -> None:
     assert lane_request(tree, "v6e", "torch==2.10.2").requirements == ("torch==2.10.2", "torch-xla==2.10.*")
 
 
-def test_folder_of_wheels_that_does_not_exist_is_refused(tree: Path) -> None:
-    with pytest.raises(
-        BumpgateError, match=r"^--find-links none: no such folder of wheels: name a folder, or"
-    ):
-        lane_request(tree, "cpu", "torch==1.1", find_links=("none",))
-
-
-def test_wheel_file_can_be_a_candidate(index: LocalIndex, tree: Path, tmp_path: Path) -> None:
-    mine = fake_wheel(tmp_path / "mine", "torch", "7.0+local", requires=["triton"])
-    assert build(lane_request(tree, "cpu", str(mine))).packages["torch"] == "7.0+local"
-
-
 def test_wheel_file_that_was_built_again_is_installed(index: LocalIndex, tree: Path, tmp_path: Path) -> None:
     found = []
     for body in ("first = 1\n", "second = 1\n"):
-        mine = fake_wheel(tmp_path / "my wheels", "torch", "7.0", body)
-        python = build(lane_request(tree, "cpu", str(mine))).python
-        found += [p.read_text().endswith(body) for p in python.parents[1].rglob("torch/__init__.py")]
+        mine = fake_wheel(tmp_path / "my wheels", "torch", "7.0+local", body, requires=["triton"])
+        made = build(lane_request(tree, "cpu", str(mine)))
+        assert made.packages["torch"] == "7.0+local"
+        found += [p.read_text().endswith(body) for p in made.python.parents[1].rglob("torch/__init__.py")]
     assert found == [True, True]
 
 
 @pytest.mark.parametrize(
-    ("lane", "candidate", "words"),
+    ("lane", "candidate", "links", "words"),
     [
-        ("tpu", None, "unknown lane 'tpu'; lanes: cpu, h100, h200, h200x2, v6e"),
-        ("cpu", "torch=1.1", "invalid candidate"),
-        ("cpu", "/none/torch-1.0-py3-none-any.whl", "no such wheel file"),
+        ("tpu", None, (), "unknown lane 'tpu'; lanes: cpu, h100, h200, h200x2, v6e"),
+        ("cpu", "torch=1.1", (), "invalid candidate"),
+        ("cpu", "/none/torch-1.0-py3-none-any.whl", (), "no such wheel file"),
+        ("cpu", "torch==1.1", ("none",), "^--find-links none: no such folder of wheels: name a folder, or"),
     ],
 )
-def test_bad_lane_or_candidate_is_one_line(lane: str, candidate: str | None, words: str, tree: Path) -> None:
+def test_bad_request_is_one_line(
+    lane: str, candidate: str | None, links: tuple[str, ...], words: str, tree: Path
+) -> None:
     with pytest.raises(BumpgateError, match=words) as caught:
-        lane_request(tree, lane, candidate)
+        lane_request(tree, lane, candidate, find_links=links)
     assert "\n" not in str(caught.value)

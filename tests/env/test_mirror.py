@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -21,12 +21,12 @@ import pytest
 from bumpgate.core.errors import BumpgateError
 from bumpgate.env.mirror import Mirror, mirror_root
 from bumpgate.env.request import RUNNING
-from bumpgate.env.store import sha256_of
+from bumpgate.env.store import SUMS, sha256_of
 from bumpgate.gate import command as gate
 from bumpgate.gate.options import RunOptions
+from tests.env.conftest import Run
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
 from tests.support.loopback import Loopback
-from tests.support.reports import bumpgate
 from tests.support.tree import ROOT
 
 TRITON, CUBLAS = "triton==3.8.0+gitbeef123", "cuda-toolkit[cublas]==13.0.*; platform_system == 'Linux'"
@@ -37,9 +37,12 @@ LARGE = {"torch/__init__.py": "", "torch/data.txt": "x" * 200_000}
 class Pages(Loopback):
     """An index of HTML pages on loopback, which serves ranges.
 
-    plain: file names without a digest. gone: files that answer 404, or 403 if unlisted. unlisted: files that no page
-    lists. cut: bytes after which each transfer breaks off, 0 for none. spoilt: a file whose bytes differ from the
-    listed ones. capitals: whether digests are written in capitals.
+    plain: file names without a digest.
+    gone: files that answer 404, or 403 if unlisted.
+    unlisted: files that no page lists.
+    cut: bytes after which each transfer breaks off, 0 for none.
+    spoilt: a file whose bytes differ from the listed ones.
+    capitals: whether digests are written in capitals.
     """
 
     wheels: list[Path] = field(default_factory=list)
@@ -140,8 +143,23 @@ def copies() -> list[str]:
     return sorted(path.name for path in mirror_root().glob("*.whl"))
 
 
+@pytest.fixture
+def mirror(run: Run) -> Callable[..., list[str]]:
+    """Return a function that calls `bumpgate mirror --keep N`, checks its exit code, and returns its lines."""
+
+    def call(keep: int, *arguments: str, code: int = 0) -> list[str]:
+        found, out, err = run("mirror", "--keep", str(keep), *arguments)
+        assert found == code, err
+        return (err if code else out).splitlines()
+
+    return call
+
+
+Mirrored = Callable[..., list[str]]
+
+
 def test_mirror_copies_a_night_with_the_wheels_it_pins(
-    tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, pages: Pages, mirror: Mirrored
 ) -> None:
     pages.wheels = [
         *(torch(tmp_path, day, TRITON, CUBLAS, "filelock") for day in ("20261101", "20261102", "20261105")),
@@ -149,8 +167,7 @@ def test_mirror_copies_a_night_with_the_wheels_it_pins(
         *cuda(tmp_path),
     ]
     pages.plain = {path.name for path in pages.wheels if "triton" in path.name or "1105" in path.name}
-    assert bumpgate(monkeypatch, "mirror", "--keep", "2") == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = mirror(2)
     assert lines[:3] == [
         "2.15.0.dev20261105+cu130: copied",
         "2.15.0.dev20261102+cu130: copied",
@@ -164,87 +181,74 @@ def test_mirror_copies_a_night_with_the_wheels_it_pins(
         "torch-2.15.0.dev20261105+cu130-py3-none-any.whl",
         "triton-3.8.0+gitbeef123-py3-none-any.whl",
     ]
-    sums = dict(
-        reversed(line.split("  ")) for line in (mirror_root() / "SHA256SUMS").read_text().splitlines()
-    )
+    sums = dict(reversed(line.split("  ")) for line in (mirror_root() / SUMS).read_text().splitlines())
     assert sums == {name: sha256_of(mirror_root() / name) for name in copies()}
     assert len(pages.fetched) == 5, "each wheel once"
-    assert bumpgate(monkeypatch, "mirror", "--keep", "2") == 0
+    mirror(2)
     assert len(pages.fetched) == 5, "and no wheel twice"
 
 
-def test_mirror_reads_digests_in_capitals(
-    tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mirror_reads_digests_in_capitals(tmp_path: Path, pages: Pages, mirror: Mirrored) -> None:
     night = torch(tmp_path, "20261101")
     pages.wheels, pages.capitals = [night], True
-    assert bumpgate(monkeypatch, "mirror", "--keep", "1") == 0
+    mirror(1)
     other = torch(tmp_path, "20261102")
     pages.wheels, pages.unlisted = [night, other], {other.name}
-    url = f"{pages.url}/{other.name.replace('+', '%2B')}#sha256={sha256_of(other).upper()}"
-    assert bumpgate(monkeypatch, "mirror", "--keep", "2", "--url", url) == 0
+    mirror(2, "--url", f"{pages.url}/{quote(other.name)}#sha256={sha256_of(other).upper()}")
     assert copies() == [night.name, other.name]
 
 
 def test_versions_lists_mirrored_nights_gone_from_the_index(
-    tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, pages: Pages, mirror: Mirrored, run: Run
 ) -> None:
     old, new = torch(tmp_path, "20261101"), torch(tmp_path, "20261102")
-    pages.wheels = [old]
-    assert bumpgate(monkeypatch, "mirror", "--keep", "2") == 0
-    pages.wheels = [new]
-    assert bumpgate(monkeypatch, "mirror", "--keep", "2") == 0
+    for pages.wheels in ([old], [new]):
+        mirror(2)
     assert copies() == [old.name, new.name]
     pages.wheels = []
-    capsys.readouterr()
-    assert bumpgate(monkeypatch, "versions", "torch", "--pre", "--find-links", str(mirror_root())) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+    _, out, _ = run("versions", "torch", "--pre", "--find-links", str(mirror_root()))
+    assert [line.split()[0] for line in out.splitlines()] == [
         "2.15.0.dev20261101+cu130",
         "2.15.0.dev20261102+cu130",
     ]
 
 
 def test_mirror_copies_nights_by_url_that_no_page_lists(
-    tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, pages: Pages, mirror: Mirrored
 ) -> None:
     pages.wheels = [*(torch(tmp_path, f"2026110{day}", TRITON) for day in (1, 2, 3)), *cuda(tmp_path)[:1]]
     old, gone, _, triton = pages.wheels
-    pages.unlisted = {path.name for path in (old, gone, triton)}
-    pages.gone = {gone.name}
+    pages.unlisted, pages.gone = {path.name for path in (old, gone, triton)}, {gone.name}
     address = f"{pages.url.rpartition('/whl')[0]}/whl/nightly/cu130/"
     urls = [
-        part
-        for path, end in ((old, f"#sha256={sha256_of(old)}"), (gone, ""))
-        for part in ("--url", address + quote(path.name) + end)
+        "--url",
+        f"{address}{quote(old.name)}#sha256={sha256_of(old)}",
+        "--url",
+        address + quote(gone.name),
     ]
-    assert bumpgate(monkeypatch, "mirror", "--keep", "9", *urls) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[0] == "2.15.0.dev20261103+cu130: half-published: no triton==3.8.0+gitbeef123"
-    assert out[2] == "2.15.0.dev20261101+cu130: half-published: no triton==3.8.0+gitbeef123"
-    urls += ["--url", address + quote(triton.name)]
-    assert bumpgate(monkeypatch, "mirror", "--keep", "9", *urls) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[:3] == [
+    lines = mirror(9, *urls)
+    assert lines[0] == "2.15.0.dev20261103+cu130: half-published: no triton==3.8.0+gitbeef123"
+    assert lines[2] == "2.15.0.dev20261101+cu130: half-published: no triton==3.8.0+gitbeef123"
+    assert mirror(9, *urls, "--url", address + quote(triton.name))[:3] == [
         "2.15.0.dev20261103+cu130: copied",
         f"2.15.0.dev20261102+cu130: half-published: no {gone.name} (403)",
         "2.15.0.dev20261101+cu130: copied",
     ]
     assert copies() == sorted(path.name for path in pages.wheels if path is not gone)
-    wrong = ["--url", address + quote(old.name) + "#sha256=" + "0" * 64]
     Mirror.read(mirror_root()).drop(f"torch {RUNNING} 2.15.0.dev20261101+cu130")
-    assert bumpgate(monkeypatch, "mirror", "--keep", "9", *wrong) == 125
-    assert ": corrupt copy (sha256 " in capsys.readouterr().err
+    (line,) = mirror(9, "--url", f"{address}{quote(old.name)}#sha256={'0' * 64}", code=125)
+    assert ": corrupt copy (sha256 " in line
 
 
 def test_bisect_and_gate_install_mirrored_nights(
-    tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, pages: Pages, mirror: Mirrored, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The index no longer lists any night but the last."""
     pages.wheels = [
         fake_wheel(tmp_path / "wheels", "torch", f"2.15.0.dev2026110{day}", f"FAULT = {int(day > 2)}\n")
         for day in (1, 2, 3, 4)
     ]
-    assert bumpgate(monkeypatch, "mirror", "--keep", "9") == 0
+    mirror(9)
     for name in ("numpy", "setuptools"):
         fake_wheel(tmp_path / "required", name, "1.0")
     pages.wheels = pages.wheels[-1:]
@@ -252,9 +256,8 @@ def test_bisect_and_gate_install_mirrored_nights(
     monkeypatch.chdir(tmp_path)
     ends = ("--good", "2026-11-01", "--bad", "2026-11-04", "--out", "out")
     judge = ("--command", "{python} -c 'import torch; raise SystemExit(torch.FAULT)'")
-    links = ("--find-links", str(tmp_path / "required"))
-    assert bumpgate(monkeypatch, "bisect", "--store", store, *links, *ends, *judge) == 0
-    assert "first bad   torch 2.15.0.dev20261103" in capsys.readouterr().out
+    code, out, _ = run("bisect", "--store", store, "--find-links", str(tmp_path / "required"), *ends, *judge)
+    assert (code, "first bad   torch 2.15.0.dev20261103" in out) == (0, True)
 
     def places(config: object, root: object, view: object, how: RunOptions) -> None:
         raise BumpgateError(f"install from {how.find_links}")
@@ -267,17 +270,16 @@ def test_bisect_and_gate_install_mirrored_nights(
         (str(tmp_path), "no copies of nightlies there; bumpgate mirror makes them"),
     ):
         lane = ("--lane", "cpu", "--candidate", "torch==2.15", "--out", str(tmp_path / "gate"))
-        assert bumpgate(monkeypatch, "gate", *lane, "--store", folder) == 4
-        assert words in capsys.readouterr().err
+        code, _, err = run("gate", *lane, "--store", folder)
+        assert (code, words in err) == (4, True)
 
 
 def test_mirror_completes_a_half_published_night_later(
-    tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, pages: Pages, mirror: Mirrored
 ) -> None:
     pages.wheels = [torch(tmp_path, "20261101", TRITON), torch(tmp_path, "20261102")]
     pages.gone = {pages.wheels[1].name}
-    assert bumpgate(monkeypatch, "mirror", "--keep", "9") == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = mirror(9)
     assert lines[:2] == [
         "2.15.0.dev20261102+cu130: half-published: no torch-2.15.0.dev20261102+cu130-py3-none-any.whl (404)",
         "2.15.0.dev20261101+cu130: half-published: no triton==3.8.0+gitbeef123",
@@ -285,124 +287,111 @@ def test_mirror_completes_a_half_published_night_later(
     assert lines[2].startswith("0 nights copied, 0 kept")
     pages.wheels += cuda(tmp_path)
     pages.gone = set()
-    assert bumpgate(monkeypatch, "mirror", "--keep", "9") == 0
-    assert "2 nights copied, 2 kept" in capsys.readouterr().out
+    assert "2 nights copied, 2 kept" in mirror(9)[-1]
     assert pages.fetched.count(pages.wheels[0].name) == 1
 
 
-def test_mirror_skips_a_yanked_night_of_a_json_index(
-    tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wheels = [torch(tmp_path, day) for day in ("20261101", "20261102")]
-    with LocalIndex(wheels) as index:
+def test_mirror_skips_a_yanked_night_of_a_json_index(tmp_path: Path, pages: Pages, mirror: Mirrored) -> None:
+    with LocalIndex([torch(tmp_path, day) for day in ("20261101", "20261102")]) as index:
         index.yank("torch", "2.15.0.dev20261102+cu130", "wrong commit")
-        assert bumpgate(monkeypatch, "mirror", "--keep", "9", "--index", index.url) == 0
-    assert capsys.readouterr().out.splitlines()[:2] == [
-        "2.15.0.dev20261102+cu130: yanked: wrong commit",
-        "2.15.0.dev20261101+cu130: copied",
-    ]
+        assert mirror(9, "--index", index.url)[:2] == [
+            "2.15.0.dev20261102+cu130: yanked: wrong commit",
+            "2.15.0.dev20261101+cu130: copied",
+        ]
 
 
 def test_mirror_drops_older_nights_and_keeps_shared_wheels(
-    tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pages: Pages, mirror: Mirrored
 ) -> None:
     pages.wheels = [torch(tmp_path, day, TRITON) for day in ("20261101", "20261102")] + cuda(tmp_path)
-    assert bumpgate(monkeypatch, "mirror", "--keep", "2") == 0
+    mirror(2)
     pages.wheels.append(torch(tmp_path, "20261103"))
-    assert bumpgate(monkeypatch, "mirror", "--keep", "2") == 0
+    mirror(2)
     versions = sorted(key.split()[-1] for key in Mirror.read(mirror_root()).nights)
     assert versions == ["2.15.0.dev20261102+cu130", "2.15.0.dev20261103+cu130"]
     assert [name.split("-")[0] for name in copies()] == ["torch", "torch", "triton"]
-    assert bumpgate(monkeypatch, "mirror", "--keep", "1") == 0
+    mirror(1)
     assert [name.split("-")[0] for name in copies()] == ["torch"]
 
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_mirror_resumes_an_interrupted_transfer(
-    tmp_path: Path,
-    pages: Pages,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    listed: bool,
+    tmp_path: Path, pages: Pages, mirror: Mirrored, listed: bool
 ) -> None:
     """Without a listed digest the parts could be of different files, so the transfer starts again."""
     pages.wheels = [torch(tmp_path, "20261101", body=LARGE)]
     pages.plain = set() if listed else {pages.wheels[0].name}
     pages.cut = 150_000
-    assert bumpgate(monkeypatch, "mirror", "--keep", "1") == 125
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = mirror(1, code=125)
     assert line.startswith(f"bumpgate: 2.15.0.dev20261101+cu130: {pages.url}/torch-")
     assert line.endswith("; the next call continues")
     assert copies() == []
     pages.cut = 0
-    assert bumpgate(monkeypatch, "mirror", "--keep", "1") == 0
+    mirror(1)
     assert pages.ranges == (["bytes=131072-"] if listed else [])
     assert sha256_of(mirror_root() / copies()[0]) == sha256_of(pages.wheels[0])
     assert list(mirror_root().glob(".*.partial")) == []
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_mirror_deletes_a_corrupt_copy(
-    tmp_path: Path,
-    pages: Pages,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    listed: bool,
-) -> None:
+def test_mirror_deletes_a_corrupt_copy(tmp_path: Path, pages: Pages, mirror: Mirrored, listed: bool) -> None:
     pages.wheels = [torch(tmp_path, "20261101", body=LARGE)]
     pages.spoilt = pages.wheels[0].name
     pages.plain = set() if listed else {pages.spoilt}
-    assert bumpgate(monkeypatch, "mirror", "--keep", "1") == 125
-    assert ": corrupt copy (sha256 " in capsys.readouterr().err
+    (line,) = mirror(1, code=125)
+    assert ": corrupt copy (sha256 " in line
     assert copies() == []
     pages.spoilt = ""
-    assert bumpgate(monkeypatch, "mirror", "--keep", "1") == 0
+    mirror(1)
     assert copies() == [pages.wheels[0].name]
 
 
-def test_mirror_limit_keeps_the_newest_nights(
-    tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mirror_limit_keeps_the_newest_nights(tmp_path: Path, pages: Pages, mirror: Mirrored) -> None:
     """Wheels of 200 kB in 500 kB: two fit."""
     pages.wheels = [torch(tmp_path, f"2026110{n}", body=LARGE) for n in (1, 2, 3)]
-    assert bumpgate(monkeypatch, "mirror", "--keep", "9", "--limit", "0.0005") == 0
-    assert "--limit 0.0005 GB: no room for the night of 2026-11-01" in capsys.readouterr().out
+    assert "--limit 0.0005 GB: no room for the night of 2026-11-01" in mirror(9, "--limit", "0.0005")
     assert copies() == [path.name for path in pages.wheels[1:]]
     pages.wheels.append(torch(tmp_path, "20261104", body=LARGE))
-    assert bumpgate(monkeypatch, "mirror", "--keep", "9", "--limit", "0.0005") == 0
+    mirror(9, "--limit", "0.0005")
     assert copies() == [path.name for path in pages.wheels[2:]]
     assert sum(path.stat().st_size for path in mirror_root().iterdir()) <= 500_000
 
 
 def test_mirror_limit_keeps_wheels_of_the_current_night(
-    tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pages: Pages, mirror: Mirrored
 ) -> None:
     """The older night shares triton with the newer one, whose CUDA wheel needs the space of the older torch."""
     pages.wheels = [torch(tmp_path, "20261101", TRITON, body=LARGE), *cuda(tmp_path)[:1]]
-    assert bumpgate(monkeypatch, "mirror", "--keep", "9", "--limit", "0.0005") == 0
+    mirror(9, "--limit", "0.0005")
     large = fake_wheel(tmp_path, "nvidia-cublas", "13.1.0.3", {"cublas.txt": "x" * 300_000})
     pages.wheels += [torch(tmp_path, "20261102", "nvidia-cublas==13.1.0.3", TRITON), large]
-    assert bumpgate(monkeypatch, "mirror", "--keep", "9", "--limit", "0.0005") == 0
+    mirror(9, "--limit", "0.0005")
     assert [name.split("-")[0] for name in copies()] == ["nvidia_cublas", "torch", "triton"]
 
 
-def test_mirror_bad_input_prints_one_line(
-    tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def error_line(*args: str) -> str:
-        assert bumpgate(monkeypatch, "mirror", *args) == 4
-        (line,) = capsys.readouterr().err.splitlines()
-        return line
+OTHER = "http://h/torch-2.0.dev20261101-cp39-cp39-win_amd64.whl"
 
-    assert "--keep" in error_line("--keep", "0")
-    assert "http://h/torch.html: not the URL of a wheel" in error_line(
-        "--keep", "1", "--url", "http://u:p@h/torch.html"
-    )
-    release = "http://h/torch-2.0-py3-none-any.whl"
-    assert f"{release}: not a nightly" in error_line("--keep", "1", "--url", release)
-    other = "http://h/torch-2.0.dev20261101-cp39-cp39-win_amd64.whl"
-    assert f"{other}: not a wheel for Python" in error_line("--keep", "1", "--url", other)
-    assert error_line("--keep", "1") == "bumpgate: torch: no nightly found; name their index with --index"
-    assert "does not answer" in error_line("--keep", "1", "--index", "http://127.0.0.1:1/index")
+
+@pytest.mark.parametrize(
+    ("keep", "arguments", "words"),
+    [
+        (0, (), "--keep"),
+        (1, ("--url", "http://u:p@h/torch.html"), "http://h/torch.html: not the URL of a wheel"),
+        (1, ("--url", "http://h/torch-2.0-py3-none-any.whl"), "torch-2.0-py3-none-any.whl: not a nightly"),
+        (1, ("--url", OTHER), f"{OTHER}: not a wheel for Python"),
+        (1, (), "bumpgate: torch: no nightly found; name their index with --index"),
+        (1, ("--index", "http://127.0.0.1:1/index"), "does not answer"),
+    ],
+)
+def test_mirror_bad_input_prints_one_line(
+    keep: int, arguments: tuple[str, ...], words: str, pages: Pages, mirror: Mirrored
+) -> None:
+    (line,) = mirror(keep, *arguments, code=4)
+    assert words in line
+
+
+def test_damaged_list_is_one_line(pages: Pages, mirror: Mirrored) -> None:
+    mirror_root().mkdir(parents=True)
     (mirror_root() / "mirror.json").write_text("[]")
-    assert "mirror.json: not a mirror's list" in error_line("--keep", "1")
+    (line,) = mirror(1, code=4)
+    assert "mirror.json: not a mirror's list" in line

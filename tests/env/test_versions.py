@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate import cli
-from bumpgate.core.errors import BumpgateError
 from bumpgate.env import store, versions
 from bumpgate.env.locks import Wheel
-from bumpgate.env.versions import UnreachableError, VersionsError, build_day, missing_days
+from bumpgate.env.versions import Offer, UnreachableError, VersionsError, build_day, missing_days, offers
+from tests.env.conftest import Run
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
 
 
@@ -193,18 +192,10 @@ def test_unreachable_index_is_not_empty(fault: str, words: str, index: LocalInde
     assert "secret" not in str(caught.value)
 
 
-def test_versions_command_prints_one_line_per_version(
-    index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["bumpgate", "versions", *args])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0), *capsys.readouterr()
-
+def test_versions_command_prints_one_line_per_version(index: LocalIndex, tmp_path: Path, run: Run) -> None:
     serve(index, tmp_path, "2.13.0", *(f"2.14.0.dev202603{day:02}" for day in (1, 3)))
     index.yank("torch", "2.13.0", "bad")
-    assert run("torch", "--pre") == (
+    assert run("versions", "torch", "--pre") == (
         0,
         "2.13.0              (no date)   yanked: bad\n"
         "2.14.0.dev20260301  2026-03-01\n"
@@ -217,11 +208,55 @@ def test_versions_command_prints_one_line_per_version(
         (("torch", "--since", "yesterday"), "invalid day"),
         (("torch", "--python", "three"), "invalid Python version"),
     ):
-        code, out, err = run(*args)
+        code, out, err = run("versions", *args)
         assert (code, out, len(err.splitlines()), words in err) == (4, "", 1, True), err
     index.fail(500)
-    assert run("torch")[0] == 4
+    assert run("versions", "torch")[0] == 4
 
 
-def test_unreachable_error_is_a_bumpgate_error() -> None:
-    assert issubclass(UnreachableError, BumpgateError)
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    return fake_wheel(tmp_path / "my wheels", "fast", "1.0+torch2.13")
+
+
+@pytest.mark.parametrize("url", [False, True], ids=["path", "file URL"])
+def test_folder_offers_its_files_as_they_are(url: bool, index: LocalIndex, wheel: Path) -> None:
+    place = wheel.parent.as_uri() if url else str(wheel.parent)
+    (offer,) = offers([place])
+    assert (offer.file, offer.sha256, offer.path()) == (wheel.name, "", wheel)
+    assert listed("fast", find_links=[place]) == ["1.0+torch2.13"]
+    for digest in ("0" * 64, "A" * 64):
+        (wheel.parent / store.SUMS).write_text(f"{digest}  {wheel.name}\n")
+        assert [offer.sha256 for offer in offers([place])] == [digest.lower()]
+
+
+def test_wheel_of_a_page_is_fetched_into_the_store_once(index: LocalIndex, wheel: Path) -> None:
+    index.add(wheel)
+    (offer,) = offers([f"{index.url}/fast"])
+    digest = store.sha256_of(wheel)
+    assert (offer.file, offer.sha256) == (wheel.name, digest)
+    assert not any(path.startswith("/files/") for path in index.requests)
+    assert offer.path() == offer.path() == store.verify(Wheel(wheel.name, digest))
+    assert len([path for path in index.requests if path.startswith("/files/")]) == 1
+
+
+def test_wheel_of_a_page_is_stored_by_its_own_hash(index: LocalIndex, wheel: Path) -> None:
+    """A page may state another hash: the audit of the wheel then refuses it."""
+    index.add(wheel)
+    (offer,) = offers([f"{index.url}/fast"])
+    path = Offer(offer.file, offer.url, "0" * 64).path()
+    assert (path.parent.name, path.read_bytes()) == (store.sha256_of(wheel), wheel.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("none/at all", "no such folder of wheels: name a folder, or the URL"),
+        ("file:///none/at%20all", "no such folder of wheels: name a folder, or the URL"),
+        ("{index}/none", "404 Not Found"),
+    ],
+)
+def test_place_that_does_not_exist_is_refused(place: str, words: str, index: LocalIndex) -> None:
+    with pytest.raises(UnreachableError, match=words) as caught:
+        offers([place.format(index=index.url)])
+    assert "\n" not in str(caught.value)

@@ -6,6 +6,7 @@ import json
 import runpy
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,26 +20,36 @@ class Tree:
     """A source file with a header, and a compiler that counts its calls."""
 
     def __init__(self, place: Path) -> None:
-        self.place, self.store = place, place / "store"
-        (place / "a.cpp").write_text(SOURCE)
-        (place / "size.h").write_text("#define SIZE 3\n")
-        real = place / "bin" / "g++"
-        real.parent.mkdir()
-        real.write_text(f'#!/bin/sh\necho call >> {place / "calls"}\nexec {shutil.which("g++")} "$@"\n')
-        real.chmod(0o755)
-        self.program = cxx.program(self.store, str(real))
+        self.place, self.store, self.compiler = place, place / "store", place / "bin" / "g++"
+        self.write("a.cpp", SOURCE)
+        self.write("size.h", "#define SIZE 3\n")
+        self.compiler.parent.mkdir()
+        self.compiler.write_text(f'#!/bin/sh\necho call >> {place}/calls\nexec {shutil.which("g++")} "$@"\n')
+        self.compiler.chmod(0o755)
+        self.program = cxx.program(self.store, str(self.compiler))
 
     @property
     def calls(self) -> int:
         path = self.place / "calls"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
+    def write(self, name: str, text: str) -> None:
+        (self.place / name).parent.mkdir(exist_ok=True)
+        (self.place / name).write_text(text)
+
+    def call(self, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        command = [self.program, *arguments]
+        return subprocess.run(command, cwd=self.place, capture_output=True, text=True, input=text)
+
     def compile(self, *flags: str, output: str = "a.out") -> subprocess.CompletedProcess[str]:
-        command = [self.program, "a.cpp", "-Wall", *flags, "-o", output]
-        return subprocess.run(command, cwd=self.place, capture_output=True, text=True)
+        return self.call("a.cpp", "-Wall", *flags, "-o", output)
 
     def run(self, output: str = "a.out") -> int:
         return subprocess.run([self.place / output]).returncode
+
+    def spoil(self) -> None:
+        (kept,) = (path for path in self.store.glob("??/*") if path.suffix != ".json")
+        kept.write_bytes(kept.read_bytes()[:-1])
 
 
 @pytest.fixture
@@ -55,60 +66,53 @@ def test_repeated_compile_runs_the_compiler_once(tree: Tree) -> None:
     assert "unused" in first.stderr
     assert first.stderr == second.stderr
     assert tree.run("b.out") == 3
+    (facts,) = tree.store.glob("??/*.json")
+    names = {Path(path).name for path, *_ in json.loads(facts.read_text())["headers"]}
+    assert ("size.h" in names, "a.cpp" in names) == (True, False), "the headers that the compiler read"
 
 
-@pytest.mark.parametrize("part", ["source", "header", "flag", "kept output", "compiler"])
+CHANGES: dict[str, tuple[Callable[[Tree], object], int]] = {
+    "source": (lambda tree: tree.write("a.cpp", SOURCE.replace("SIZE;", "SIZE + 1;")), 4),
+    "header": (lambda tree: tree.write("size.h", "#define SIZE (3 + 1)\n"), 4),
+    "compiler": (lambda tree: tree.write("bin/g++", tree.compiler.read_text() + "\n# an update\n"), 3),
+    "kept output": (Tree.spoil, 3),
+    "flag": (lambda tree: None, 3),
+}
+
+
+@pytest.mark.parametrize("part", CHANGES)
 def test_changed_input_is_recompiled(tree: Tree, part: str) -> None:
+    change, code = CHANGES[part]
     assert not tree.compile().returncode
-    flags: tuple[str, ...] = ()
-    if part == "source":
-        (tree.place / "a.cpp").write_text(SOURCE.replace("SIZE;", "SIZE + 1;"))
-    elif part == "header":
-        (tree.place / "size.h").write_text("#define SIZE (3 + 1)\n")
-    elif part == "flag":
-        flags = ("-O2",)
-    elif part == "compiler":
-        compiler = tree.place / "bin" / "g++"
-        compiler.write_text(compiler.read_text() + "\n# an update\n")
-    else:
-        (kept,) = (path for path in tree.store.glob("??/*") if path.suffix != ".json")
-        kept.write_bytes(kept.read_bytes()[:-1])
-    assert not tree.compile(*flags).returncode
-    assert tree.calls == 2
-    assert tree.run() == (4 if part in ("source", "header") else 3)
+    change(tree)
+    assert not tree.compile(*(["-O2"] if part == "flag" else [])).returncode
+    assert (tree.calls, tree.run()) == (2, code)
 
 
-def test_other_processor_recompiles(
-    tree: Tree, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_processor_recompiles(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tree.place)
-    compiler = str(tree.place / "bin" / "g++")
     for flags in ("avx2", "avx2 avx512f", "avx2"):
         monkeypatch.setattr(cxx, "_processor", lambda flags=flags: flags)
-        assert cxx.main(tree.store, compiler, "a.cpp", "-march=native", "-o", "a.out") == 0
+        assert cxx.main(tree.store, str(tree.compiler), "a.cpp", "-march=native", "-o", "a.out") == 0
     assert tree.calls == 2
 
 
 def test_other_header_path_recompiles(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tree.place / "a.cpp").write_text("#include <width.h>\nint main() { return WIDTH; }\n")
+    tree.write("a.cpp", "#include <width.h>\nint main() { return WIDTH; }\n")
     for width in (1, 2):
-        folder = tree.place / f"include{width}"
-        folder.mkdir()
-        (folder / "width.h").write_text(f"#define WIDTH {width}\n")
-        monkeypatch.setenv("CPATH", str(folder))
+        tree.write(f"include{width}/width.h", f"#define WIDTH {width}\n")
+        monkeypatch.setenv("CPATH", str(tree.place / f"include{width}"))
         assert not tree.compile().returncode
         assert tree.run() == width
 
 
 def test_same_source_with_another_header_next_to_it_recompiles(tree: Tree) -> None:
     for code in (3, 4):
-        folder = tree.place / f"tree{code}"
-        folder.mkdir()
-        (folder / "a.cpp").write_text(SOURCE)
-        (folder / "size.h").write_text(f"#define SIZE {code}\n")
-        for name in ("a.out", "b.out"):
-            subprocess.run([tree.program, folder / "a.cpp", "-o", folder / name], check=True)
-            assert subprocess.run([folder / name]).returncode == code
+        tree.write(f"tree{code}/a.cpp", SOURCE)
+        tree.write(f"tree{code}/size.h", f"#define SIZE {code}\n")
+        for name in (f"tree{code}/a.out", f"tree{code}/b.out"):
+            tree.call(str(tree.place / f"tree{code}/a.cpp"), "-o", name)
+            assert tree.run(name) == code
     assert tree.calls == 2, "each once"
 
 
@@ -121,48 +125,34 @@ def test_list_of_headers_is_written_each_time(tree: Tree) -> None:
 
 
 def test_missing_compiler_is_one_line(tree: Tree) -> None:
-    (tree.place / "bin" / "g++").unlink()
+    tree.compiler.unlink()
     done = tree.compile()
     assert done.returncode == 127
     assert done.stderr == f"{tree.place}/bin/g++: no such compiler; install it or set CXX\n"
 
 
 def test_failed_compile_is_not_cached(tree: Tree) -> None:
-    (tree.place / "size.h").write_text("#error no size\n")
-    for _ in range(2):
+    tree.write("size.h", "#error no size\n")
+    for calls in (1, 2):
         done = tree.compile()
-        assert done.returncode
-        assert "no size" in done.stderr
-    assert tree.calls == 2
+        assert (bool(done.returncode), "no size" in done.stderr, tree.calls) == (True, True, calls)
 
 
-def test_source_on_stdin_is_always_compiled(tree: Tree) -> None:
+def test_inputs_that_arguments_do_not_show_are_always_compiled(tree: Tree) -> None:
+    """Standard input, response files, and calls without an output file."""
+    tree.write("arguments", "a.cpp")
     for code in (5, 6):
-        command = [tree.program, "-x", "c++", "-", "-o", "c.out"]
-        source = f"int main() {{ return {code}; }}\n"
-        subprocess.run(command, cwd=tree.place, input=source, text=True, check=True)
-        assert tree.run("c.out") == code
-    assert tree.calls == 2
-
-
-def test_response_file_is_passed_to_the_compiler(tree: Tree) -> None:
-    for code in (5, 6):
-        (tree.place / "size.h").write_text(f"#define SIZE {code}\n")
-        (tree.place / "arguments").write_text("a.cpp")
-        subprocess.run([tree.program, "@arguments", "-o", "d.out"], cwd=tree.place, check=True)
-        assert tree.run("d.out") == code
-
-
-def test_call_without_output_file_is_passed_to_the_compiler(tree: Tree) -> None:
-    done = subprocess.run([tree.program, "--version"], capture_output=True, text=True, check=True)
-    assert "g++" in done.stdout
-    assert tree.calls == 1
+        tree.call("-x", "c++", "-", "-o", "c.out", text=f"int main() {{ return {code}; }}\n")
+        tree.write("size.h", f"#define SIZE {code}\n")
+        tree.call("@arguments", "-o", "d.out")
+        assert (tree.run("c.out"), tree.run("d.out")) == (code, code)
+    assert "g++" in tree.call("--version").stdout
+    assert tree.calls == 5
 
 
 def test_prune_removes_least_recently_used_output(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree.compile()
-    tree.compile("-O2")
-    tree.compile()
+    for flags in ((), ("-O2",), ()):
+        tree.compile(*flags)
     size = sum(path.stat().st_size for path in tree.store.glob("??/*"))
     monkeypatch.setattr(cxx, "LIMIT", size * 2 // 3)
     cxx.prune(tree.store)
@@ -172,22 +162,12 @@ def test_prune_removes_least_recently_used_output(tree: Tree, monkeypatch: pytes
     assert tree.calls == 3
 
 
-def test_recorded_headers_are_those_the_compiler_read(tree: Tree) -> None:
-    tree.compile()
-    (facts,) = tree.store.glob("??/*.json")
-    names = {Path(path).name for path, *_ in json.loads(facts.read_text())["headers"]}
-    assert "size.h" in names
-    assert "a.cpp" not in names
-
-
-def test_program_of_another_checkout_has_the_same_path(tree: Tree, tmp_path: Path) -> None:
+def test_program_of_another_checkout_has_the_same_path(tree: Tree) -> None:
     """Otherwise Inductor would build another precompiled header, and no kept kernel would be found."""
-    copy = tmp_path / "checkout/cxx.py"
-    copy.parent.mkdir()
-    copy.write_bytes(Path(cxx.__file__).read_bytes())
-    compiler = str(tree.place / "bin/g++")
+    tree.write("checkout/cxx.py", text := Path(cxx.__file__).read_text())
+    copy, compiler = tree.place / "checkout/cxx.py", str(tree.compiler)
     assert runpy.run_path(str(copy))["program"](tree.store, compiler) == tree.program
-    copy.write_text(copy.read_text() + "# changed\n")
+    copy.write_text(text + "# changed\n")
     assert runpy.run_path(str(copy))["program"](tree.store, compiler) != tree.program
     copy.unlink()
     assert tree.compile().returncode == 0

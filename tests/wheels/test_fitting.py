@@ -12,7 +12,7 @@ import pytest
 from bumpgate.core.errors import BumpgateError
 from bumpgate.env.build import Environment, NotInstallable, build
 from bumpgate.env.inventory import Distribution
-from bumpgate.env.lane import lane_request
+from bumpgate.env.lane import LaneContext, lane_request
 from bumpgate.wheels import fitting
 from bumpgate.wheels.fitting import VARIABLE, Fitted, Fitter, missing
 from suites.support.planted import planted
@@ -62,7 +62,7 @@ def test_bisect_installs_the_wheels_that_fit_each_version(tree: Path) -> None:
 
 
 def test_suites_are_given_the_reason_for_an_absent_wheel(tree: Path) -> None:
-    fitter = Fitter(tree, "h200", (str(tree / "links"),))
+    fitter = Fitter(LaneContext(tree, "h200"), (str(tree / "links"),))
     with_wheel, without = (fitter(lane_request(tree, "h200", f"torch==2.{week}.0")) for week in (2, 5))
     assert fitter.variables(with_wheel) == {}
     reason = json.loads(fitter.variables(without)[VARIABLE])["fast"]
@@ -73,12 +73,12 @@ def test_suites_are_given_the_reason_for_an_absent_wheel(tree: Path) -> None:
 def test_wheel_that_was_given_up_is_added_where_it_fits(tree: Path) -> None:
     """Where none fits, its absence needs no reason: the suites read it from the lane."""
     write_lane(tree, "h200", FAST.format(torch="2.0.0"), without=["fast"])
-    fitter = Fitter(tree, "h200", (str(tree / "links"),))
+    fitter = Fitter(LaneContext(tree, "h200"), (str(tree / "links"),))
     fits, none = (fitter(lane_request(tree, "h200", f"torch==2.{week}.0")) for week in (2, 5))
     assert (fits.packages.get("fast"), none.packages.get("fast")) == ("1.0+torch2.2", None)
     assert fitter.variables(fits) == fitter.variables(none) == {}
     assert fitter.names == {"fast"}, "it follows torch in a bisect"
-    assert missing(tree, "h200", none.python) == {}, "the adopted set does not need it"
+    assert missing(LaneContext(tree, "h200"), none.python) == {}, "the adopted set does not need it"
 
 
 @pytest.mark.parametrize("key", ["a", "b", "c"])
@@ -89,7 +89,7 @@ def test_environment_without_its_wheels_is_released(key: str, monkeypatch: pytes
     monkeypatch.setattr(fitting, "build", lambda request: bare)
     monkeypatch.setattr(fitting, "fit", lambda *_: Fitted(made, None, {}))  # type: ignore[arg-type]
     monkeypatch.setattr(fitting, "release", lambda environment: released.append(environment.key))
-    assert Fitter(Path(), "h200", ())(None) is made  # type: ignore[arg-type]
+    assert Fitter(None, ())(None) is made  # type: ignore[arg-type]
     assert released == ([] if key == "b" else ["b"])
 
 
@@ -110,7 +110,7 @@ def test_environment_with_a_package_of_another_torch_is_refused(
         fitting.abi, "built_on_torch", lambda found: [*built_on_torch(found), *found.distributions["vision"]]
     )
     with pytest.raises(BumpgateError, match="vision was not built for this torch; uninstall it") as caught:
-        missing(tree, "h200", made.python)
+        missing(LaneContext(tree, "h200"), made.python)
     assert "vision 1.0+torch2.3 is built for torch 2.3, not 2.4.0" in str(caught.value)
     with pytest.raises(NotInstallable, match="vision was not built for this torch"):
-        Fitter(tree, "h200", ())(request)
+        Fitter(LaneContext(tree, "h200"), ())(request)

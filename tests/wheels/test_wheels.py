@@ -17,30 +17,29 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate import cli
 from bumpgate.core.errors import BumpgateError
 from bumpgate.env.inventory import take
 from bumpgate.env.lane import LaneContext
-from bumpgate.env.store import StoreError, sha256_of
+from bumpgate.env.locks import Lock, Locked, Wheel
+from bumpgate.env.store import StoreError, put, sha256_of
 from bumpgate.process.child import Interpreter
 from bumpgate.wheels import build as building
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target, gpu_archs
-from bumpgate.wheels.plan import Choice, plan
+from bumpgate.wheels.plan import Choice, build_of, plan
 from suites.support.planted import planted
 from suites.wheels import extensions
-from tests.support.lane_files import FAST, write_lane
+from tests.support.lane_files import FAST, save_lock, write_lane
 from tests.support.local_index import LocalIndex, isolated
+from tests.support.reports import bumpgate
 from tests.support.tree import ROOT
 from tests.support.wheel_files import difference, gpu_code, sdist, wheel
 
 pytestmark = pytest.mark.long(66)
 
+PURE = "def run(n):\n    return f'cpu:{n}'\n"
 # A torch version that is not installed.
 TORCH = "2.13" if version("torch").startswith("2.11.") else "2.11"
-PROJECT = """[project]
-name = "bumpgate"
-"""
 TABLES = (
     FAST.format(torch="2.0.0")
     + """sdist = "{sdist}"
@@ -97,6 +96,18 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def choose(tree: Path, target: Target, *places: str) -> Choice:
+    """Return the choice of a wheel from these places, by default from the folder links."""
+    (choice,) = plan(LaneContext(tree, "h200"), target, places or [str(tree / "links")])
+    return choice
+
+
+def pure(folder: Path, code: str = PURE, library: str = "README") -> Path:
+    """Make a wheel without extension, which fits every torch."""
+    folder.mkdir(exist_ok=True)
+    return wheel(folder, b"", code, library=library, tag="py3-none-any")
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-200])
 
@@ -140,7 +151,7 @@ def test_plan_refuses_an_invalid_wheel(
     path = wheel(tree / "links", data, **changes)  # type: ignore[arg-type]
     if spoil:
         spoil(path)
-    (choice,) = plan(LaneContext(tree, "h200"), target, [str(tree / "links")])
+    choice = choose(tree, target)
     assert (choice.action, choice.wheel) == ("absent", None)
     assert words in choice.reason
     assert "\n" not in choice.reason
@@ -148,7 +159,7 @@ def test_plan_refuses_an_invalid_wheel(
 
 def test_plan_reuses_a_valid_wheel(built: dict[str, bytes], tree: Path, target: Target) -> None:
     path = wheel(tree / "links", built["right"] + gpu_code(90))
-    (choice,) = plan(LaneContext(tree, "h200"), target, [str(tree / "links")])
+    choice = choose(tree, target)
     assert choice == Choice(
         "fast", "1.0", "reuse", f"{path.name} passes its audit; run over shapes of the model", path
     )
@@ -156,42 +167,73 @@ def test_plan_reuses_a_valid_wheel(built: dict[str, bytes], tree: Path, target: 
 
 def test_plan_reuses_a_wheel_without_extension_and_notes_it(tree: Path, target: Target) -> None:
     """mamba-ssm runs on its Triton kernels alone if it was built without its extension."""
-    path = wheel(
-        tree / "links", b"", "def run(n):\n    return f'cpu:{n}'\n", library="README", tag="py3-none-any"
-    )
-    (choice,) = plan(LaneContext(tree, "h200"), target, [str(tree / "links")])
+    path = pure(tree / "links")
+    choice = choose(tree, target)
     assert (choice.action, choice.wheel) == ("reuse", path)
     assert choice.reason.endswith("; no compiled extension: Python and Triton only")
-    wheel(tree / "links", b"", "import fast.absent\n", library="README", tag="py3-none-any")
-    (choice,) = plan(LaneContext(tree, "h200"), target, [str(tree / "links")])
+    pure(tree / "links", "import fast.absent\n")
+    choice = choose(tree, target)
     assert (choice.action, "does not import" in choice.reason) == ("absent", True)
 
 
 def test_wheel_without_a_file_of_its_record_is_refused(tree: Path, target: Target) -> None:
     """A module that is imported late is missed by the import."""
-    path = wheel(tree, b"", "def run(n):\n    return f'cpu:{n}'\n", library="late.py", tag="py3-none-any")
+    path = pure(tree, library="late.py")
     with zipfile.ZipFile(path) as whole, zipfile.ZipFile(tree / "links" / path.name, "w") as part:
         for name in whole.namelist():
             if not name.endswith("late.py"):
                 part.writestr(name, whole.read(name))
-    (choice,) = plan(LaneContext(tree, "h200"), target, [str(tree / "links")])
+    choice = choose(tree, target)
     assert (choice.action, "fast/late.py of its RECORD is not in" in choice.reason) == ("absent", True)
 
 
-@pytest.mark.parametrize("kind", ["file URL", "page", "absent"])
-def test_plan_reads_file_urls_and_pages(kind: str, tree: Path, target: Target) -> None:
-    code = "def run(n):\n    return f'cpu:{n}'\n"
-    (tree / "my links").mkdir()
-    path = wheel(tree / "my links", b"", code, library="README", tag="py3-none-any")
+def test_plan_reads_file_urls_and_pages(tree: Path, target: Target) -> None:
+    path = pure(tree / "my links")
     with LocalIndex([path]) as index:
-        place = {"file URL": path.parent.as_uri(), "page": f"{index.url}/fast"}.get(kind, "/none")
-        if kind == "absent":
-            with pytest.raises(BumpgateError, match=r"^/none: no such folder of wheels"):
-                plan(LaneContext(tree, "h200"), target, [place])
-            return
-        (choice,) = plan(LaneContext(tree, "h200"), target, [place])
-    assert choice.wheel is not None
-    assert (choice.action, sha256_of(choice.wheel)) == ("reuse", sha256_of(path))
+        for place in (path.parent.as_uri(), f"{index.url}/fast"):
+            choice = choose(tree, target, place)
+            assert choice.wheel is not None
+            assert (choice.action, sha256_of(choice.wheel)) == ("reuse", sha256_of(path))
+    with pytest.raises(BumpgateError, match=r"^/none: no such folder of wheels"):
+        choose(tree, target, "/none")
+
+
+def declare(tree: Path, version: str, target: Target) -> LaneContext:
+    text = FAST.format(torch=target.found.torch_version)
+    write_lane(tree, "h200", text.replace('version = "1.0"', f'version = "{version}"'))
+    return LaneContext(tree, "h200")
+
+
+def lock(tree: Path, path: Path) -> Wheel:
+    """Lock a wheel as version 1.0."""
+    found = Wheel(path.name, sha256_of(path))
+    save_lock(tree / "lanes/h200/pylock.toml", Lock((Locked("fast", "1.0", (found,)),)))
+    return found
+
+
+@pytest.mark.parametrize("place", ["kernel store", "wheel store"])
+def test_stored_wheel_of_another_version_is_not_reused(place: str, tree: Path, target: Target) -> None:
+    """A row without the sha256 of a source distribution: `wheels build --sdist FILE` made its wheel."""
+    path = pure(tree / "made")
+    lane = declare(tree, "1.0", target)
+    if place == "kernel store":
+        store.put(build_of(lane, *lane.packages.wheels, target), path)
+        assert choose(tree, target).wheel is not None
+    else:
+        put(lock(tree, path), [path.read_bytes()])
+    declare(tree, "2.0", target)
+    assert choose(tree, target).wheel is None
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_adopted_torch_uses_the_adopted_file_only(tree: Path, target: Target, sums: bool) -> None:
+    """The SHA256SUMS of a folder does not replace the hash of the lock."""
+    lock(tree, pure(tree / "made"))
+    declare(tree, "1.0", target)
+    other = pure(tree / "links", PURE + "# other bytes\n")
+    if sums:
+        (tree / "links/SHA256SUMS").write_text(f"{sha256_of(other)}  {other.name}\n")
+    assert choose(tree, target).wheel is None
 
 
 def test_plan_selects_the_valid_wheel_among_invalid_ones(
@@ -199,7 +241,7 @@ def test_plan_selects_the_valid_wheel_among_invalid_ones(
 ) -> None:
     wheel(tree / "links", built["right"], version="1.0+torch2.5")
     path = wheel(tree / "links", built["right"])
-    (choice,) = plan(LaneContext(tree, "h200"), target, [str(tree / "links")])
+    choice = choose(tree, target)
     assert (choice.action, choice.wheel) == ("reuse", path)
 
 
@@ -212,7 +254,7 @@ def test_plan_without_a_device_requires_a_torch_label(
     path.write_text(path.read_text().replace('device = "cpu"', 'device = "cuda"'))
     version = version.replace("+torch", f"+torch{'.'.join(target.found.torch_version.split('.')[:2])}")
     wheel(tree / "links", built["right"], version=version)
-    (choice,) = plan(LaneContext(tree, "h200"), target, [str(tree / "links")])
+    choice = choose(tree, target)
     assert (choice.action, "no device here" in choice.reason) == (
         "reuse" if "+" in version else "absent",
         True,
@@ -235,29 +277,24 @@ def test_gpu_archs_reads_embedded_architectures(data: bytes, found: frozenset[tu
 BUILD = store.Build("fast", "1.0", "a" * 64, "2.13.0", "b" * 40, "13.0", 90, "3.12")
 
 
-@pytest.fixture
-def stored(built: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("BUMPGATE_KERNELS", str(tmp_path / "there"))
-    return store.put(BUILD, wheel(tmp_path, built["right"]))
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"sdist": "c" * 64},
-        {"torch_git": "c"},
-        {"cuda": "12.8"},
-        {"arch": 100},
-        {"python": "3.11"},
-        {"patch": "d" * 64},
-    ],
-)
-def test_build_key_covers_what_determines_the_binary(changed: dict[str, object]) -> None:
-    assert replace(BUILD, **changed).key != BUILD.key  # type: ignore[arg-type]
+def test_build_key_covers_what_determines_the_binary() -> None:
+    changes = {
+        "sdist": "c" * 64,
+        "torch_git": "c",
+        "cuda": "12.8",
+        "arch": 100,
+        "python": "3.11",
+        "patch": "d",
+    }
+    assert len({BUILD.key, *(replace(BUILD, **{name: x}).key for name, x in changes.items())}) == 7  # type: ignore[arg-type]
     assert replace(BUILD, torch="2.13.0+cu130").key == BUILD.key
 
 
-def test_stored_wheel_is_found_by_its_key_and_verified(stored: Path) -> None:
+def test_stored_wheel_is_found_by_its_key_and_verified(
+    built: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUMPGATE_KERNELS", str(tmp_path / "there"))
+    stored = store.put(BUILD, wheel(tmp_path, built["right"]))
     assert store.find(BUILD) == stored
     assert store.find(replace(BUILD, python="3.11")) is None
     stored.write_bytes(b"other bytes")
@@ -273,35 +310,36 @@ def test_stored_wheel_is_found_by_its_key_and_verified(stored: Path) -> None:
             store.find(BUILD)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["bumpgate", "wheels", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
+HERE = ("--lane", "h200", "--python", sys.executable)
+Run = Callable[..., str]
 
 
-def test_wheels_commands_print_and_exit(
-    built: dict[str, bytes], tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On this CPU build of torch the audit of the right wheel passes, and that of a truncated one does not."""
-    (tree / "pyproject.toml").write_text(PROJECT)
+@pytest.fixture
+def run(tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that calls `bumpgate wheels` in the tree, checks its exit code, and returns what it prints."""
+    (tree / "pyproject.toml").write_text('[project]\nname = "bumpgate"\n')
     (tree / "baselines").mkdir()
     monkeypatch.chdir(tree)
+
+    def call(code: int, words: str, *arguments: str) -> str:
+        assert bumpgate(monkeypatch, "wheels", *arguments) == code
+        printed = "".join(capsys.readouterr())
+        assert words in printed
+        return printed
+
+    return call
+
+
+def test_wheels_commands_print_and_exit(built: dict[str, bytes], tree: Path, run: Run) -> None:
+    """On this CPU build of torch the audit of the right wheel passes, and that of a truncated one does not."""
     path = wheel(tree / "links", built["right"])
-    here = ("--lane", "h200", "--python", sys.executable)
-    assert run(monkeypatch, "plan", *here, "--find-links", str(path.parent)) == 0
-    assert "fast 1.0: reuse: " in capsys.readouterr().out
-    assert run(monkeypatch, "audit", str(path), *here) == 0
+    run(0, "fast 1.0: reuse: ", "plan", *HERE, "--find-links", str(path.parent))
+    run(0, "passes", "audit", str(path), *HERE)
     cut(path)
-    assert run(monkeypatch, "audit", str(path), *here) == 1
-    assert "file: fast-1.0" in capsys.readouterr().out
-    for arguments, words in (
-        (("plan", "--lane", "h200"), "name the torch"),
-        (("plan", "--lane", "tpu", "--torch", "1"), "unknown lane 'tpu'"),
-        (("audit", "none.whl", *here), "none.whl: no such wheel file"),
-    ):
-        assert run(monkeypatch, *arguments) == 4
-        assert words in capsys.readouterr().err
+    run(1, "file: fast-1.0", "audit", str(path), *HERE)
+    run(4, "name the torch", "plan", "--lane", "h200")
+    run(4, "unknown lane 'tpu'", "plan", "--lane", "tpu", "--torch", "1")
+    run(4, "none.whl: no such wheel file", "audit", "none.whl", *HERE)
 
 
 @pytest.fixture
@@ -319,47 +357,29 @@ def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 ERROR = "#error not a program\n"
 
 
-def test_build_audits_and_stores_a_wheel(
-    tree: Path,
-    tools: None,
-    target: Target,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_build_audits_and_stores_a_wheel(tree: Path, tools: None, target: Target, run: Run) -> None:
     """The sources of the package do not compile before the lane's patch is applied."""
     code = extensions.MODULE.format(code=extensions.NARROW[0], body=extensions.NARROW[1])
-    archive = sdist(tree / "sources", code)
-    write_lane(tree, "h200", TABLES.format(sdist=sha256_of(archive)))
-    (tree / "pyproject.toml").write_text(PROJECT)
-    (tree / "baselines").mkdir()
-    monkeypatch.chdir(tree)
+    write_lane(tree, "h200", TABLES.format(sdist=sha256_of(sdist(tree / "sources", code))))
     broken = sdist(tree / "broken", ERROR)
-    build = ("build", "--lane", "h200", "--python", sys.executable, "--package", "fast", "--sdist")
-    assert run(monkeypatch, *build, str(broken)) == 1
-    assert "the lane has" in capsys.readouterr().err
+    build = ("build", *HERE, "--package", "fast", "--sdist", str(broken))
+    run(1, "the lane has", *build)
     write_lane(tree, "h200", TABLES.format(sdist=sha256_of(broken)))
-    assert run(monkeypatch, *build, str(broken), "--jobs", "1") == 1
-    err = capsys.readouterr().err
-    assert "fast 1.0: exit " in err
-    assert "error: #error not a program" in err
-    assert "the same command continues it" in err
-    assert "not a program" in Path(err.partition("(log: ")[2].split(";")[0]).read_text()
+    printed = run(1, "error: #error not a program", *build, "--jobs", "1")
+    (log,) = (tree / "home/building").glob("*.log")
+    assert "not a program" in log.read_text()
+    assert printed.startswith("fast 1.0: exit ")
+    assert printed.endswith(f"(log: {log}; the same command continues it)\n")
     patch = tree / "lanes/h200/fast.patch"
     write_lane(tree, "h200", TABLES.format(sdist=sha256_of(broken) + f'"\npatch = "{patch.name}'))
-    assert run(monkeypatch, *build, str(broken)) == 4
-    assert f"{patch}: the patch of fast is missing" in capsys.readouterr().err
+    run(4, f"{patch}: the patch of fast is missing", *build)
     patch.write_text(difference("#error of another version\n", code))
-    assert run(monkeypatch, *build, str(broken)) == 1
-    assert "fast.patch does not apply: error: patch failed: fast.cpp:1" in capsys.readouterr().err
+    run(1, "fast.patch does not apply: error: patch failed: fast.cpp:1", *build)
     patch.write_text(difference(ERROR, code))
-    assert run(monkeypatch, *build, str(broken), "--hours", "0") == 1
-    assert "no wheel within 0 s" in capsys.readouterr().err
-    assert run(monkeypatch, *build, str(broken)) == 0
-    assert "fast 1.0: built: " in capsys.readouterr().out
-    assert run(monkeypatch, *build, str(broken)) == 0
-    assert "fast 1.0: kept: " in capsys.readouterr().out
-    assert run(monkeypatch, "plan", "--lane", "h200", "--python", sys.executable) == 0
-    assert "fast 1.0: reuse: " in capsys.readouterr().out
+    run(1, "no wheel within 0 s", *build, "--hours", "0")
+    run(0, "fast 1.0: built: ", *build)
+    run(0, "fast 1.0: kept: ", *build)
+    run(0, "fast 1.0: reuse: ", "plan", *HERE)
 
 
 def test_compiler_wrapper_sets_architecture_and_standard(tmp_path: Path) -> None:
