@@ -42,10 +42,21 @@ def constants(text: str) -> dict[str, Any]:
     return found
 
 
+def digest_of(hashes: Iterable[tuple[str, str]]) -> str:
+    """Return one digest of path and hash of each file that a wheel brings; "" if none has a hash.
+
+    Left out are .dist-info, which installers change, `.data/`, and paths outside of the packages.
+    """
+    named = [f"{path} {value}" for path, value in hashes if value and path[:2] != ".."]
+    lines = sorted(line for line in named if ".dist-info/" not in line and ".data/" not in line)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
+
+
 PROGRAM = f"""
 from __future__ import annotations
 import ast, hashlib, importlib.machinery, importlib.metadata, importlib.util, json, os, platform, sys
-{inspect.getsource(constants)}"""
+{inspect.getsource(constants)}
+{inspect.getsource(digest_of)}"""
 PROGRAM += r'''
 def where(name, path=None):
     """Directory of the package that `import name` finds: on this path, else by every finder (editable installs)."""
@@ -64,12 +75,6 @@ def text(path):
     except (OSError, ValueError):
         return ""
 
-def content(files):
-    """Digest of the files that the wheel brought, with their hashes; "" if the installer recorded none."""
-    named = [(str(f), f.hash.value) for f in files if f.hash]
-    lines = sorted(f"{path} {value}" for path, value in named if ".dist-info/" not in path and path[:2] != "..")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
-
 def describe(d, metadata):
     files = d.files or ()  # each access reads the whole RECORD again
     extensions = [f for f in files if f.name.endswith(".so") or ".so." in f.name]
@@ -77,7 +82,8 @@ def describe(d, metadata):
     archive = url.get("archive_info", {})
     return {
         "name": metadata["Name"], "version": metadata["Version"], "file": url.get("url", "").rsplit("/", 1)[-1],
-        "sha256": archive.get("hashes", {}).get("sha256", ""), "content": content(files),
+        "sha256": archive.get("hashes", {}).get("sha256", ""),
+        "content": digest_of((str(f), f.hash.value) for f in files if f.hash),
         "place": str(d.locate_file("")), "requires": d.requires or [],
         "extensions": [str(d.locate_file(f)) for f in extensions],
     }
@@ -98,9 +104,11 @@ print(json.dumps({
 class Distribution:
     """One installed distribution.
 
-    file, sha256: the wheel it was installed from, if the installer recorded it; else "". place: the directory that
-    holds it. requires: PEP 508 strings. extensions: its shared libraries. content: a digest of its files, equal to that
-    of its wheel (`content_of`); "" if the installer recorded none.
+    file, sha256: the wheel it was installed from, if the installer recorded it; else "".
+    place: the directory that holds it.
+    requires: PEP 508 strings.
+    extensions: its shared libraries.
+    content: a digest of its files, equal to `content_of` its wheel; "" if the installer recorded none.
     """
 
     name: str
@@ -151,15 +159,11 @@ def take(interpreter: Interpreter) -> Inventory:
     raw = interpreter.json("-c", PROGRAM, timeout=SECONDS)
     found: dict[str, tuple[Distribution, ...]] = {}
     for d in raw["distributions"]:
-        name = canonicalize_name(d["name"])
-        known = found.get(name, ())
-        if any(each.place == Path(d["place"]) for each in known):
-            continue
-        extensions = tuple(map(Path, d.pop("extensions")))
-        each = Distribution(
-            **d | {"place": Path(d["place"]), "requires": tuple(d["requires"]), "extensions": extensions}
-        )
-        found[name] = (*known, each)
+        d |= {"place": Path(d["place"]), "requires": tuple(d["requires"])}
+        each = Distribution(**d | {"extensions": tuple(map(Path, d["extensions"]))})
+        known = found.setdefault(canonicalize_name(each.name), ())
+        if each.place not in {other.place for other in known}:
+            found[canonicalize_name(each.name)] = (*known, each)
     paths = {n: Path(raw[n]) if raw[n] else None for n in ("kernels", "kernels_of_scripts", "torch")}
     return Inventory(**raw | paths | {"distributions": found})
 
@@ -172,7 +176,7 @@ def content_of(wheel: Path) -> str:
     with suppress(BumpgateError), one_fault(wheel.name), zipfile.ZipFile(wheel) as archive:
         record = next(name for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
         lines = csv.reader(io.StringIO(archive.read(record).decode("utf-8")))
-        return _digest((line[0], line[1].partition("=")[2]) for line in lines if line[1:])
+        return digest_of((line[0], line[1].partition("=")[2]) for line in lines if line[1:])
     return ""
 
 
@@ -181,10 +185,3 @@ def version_of(wheel: Path) -> dict[str, Any]:
     with suppress(BumpgateError), one_fault(wheel.name), zipfile.ZipFile(wheel) as archive:
         return constants(archive.read(VERSION_FILE).decode("utf-8"))
     return {}
-
-
-def _digest(hashes: Iterable[tuple[str, str]]) -> str:
-    """Return what `content` of PROGRAM does, from the lines of a RECORD. `.data/` is not installed under its name."""
-    files = ((path, value) for path, value in hashes if value)
-    kept = [f"{p} {v}" for p, v in files if ".dist-info/" not in p and ".data/" not in p]
-    return hashlib.sha256("\n".join(sorted(kept)).encode()).hexdigest() if kept else ""

@@ -46,6 +46,8 @@ FOLDER, NAME = "nightlies", "mirror.json"
 FAILED = 125
 GB = 10**9
 MOST_GB = 10**6
+# The versions that an index lists of a package.
+Listed = Callable[[str], tuple[FoundVersion, ...]]
 
 
 class MirrorError(BumpgateError):
@@ -80,6 +82,11 @@ def copies(stores: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def mirror_root() -> Path:
+    """Return the folder of nightlies, below the wheel store."""
+    return store_root() / FOLDER
+
+
 @dataclass
 class Mirror:
     """The folder of copies. nights: by package, Python and version. digests: by file. limit: bytes, None for none."""
@@ -96,19 +103,16 @@ class Mirror:
             return cls(folder, limit)
         with one_fault(f"{path}: not a mirror's list", MirrorError, "delete it"):
             raw = json.loads(path.read_text(encoding="utf-8"))
-            nights = {
-                str(key): MirroredNight(
-                    date.fromisoformat(n["day"]), tuple(map(str, n["files"])), str(n["missing"])
-                )
-                for key, n in raw["nights"].items()
-            }
+            nights = {}
+            for key, n in raw["nights"].items():
+                day, files = date.fromisoformat(n["day"]), tuple(map(str, n["files"]))
+                nights[str(key)] = MirroredNight(day, files, str(n["missing"]))
             return cls(folder, limit, nights, {str(k): str(v) for k, v in raw["digests"].items()})
 
     def write(self) -> None:
         nights = {key: vars(n) | {"day": n.day.isoformat()} for key, n in self.nights.items()}
-        write_atomic(
-            self.folder / NAME, json.dumps({"nights": nights, "digests": self.digests}, indent=1) + "\n"
-        )
+        text = json.dumps({"nights": nights, "digests": self.digests}, indent=1) + "\n"
+        write_atomic(self.folder / NAME, text)
         lines = (f"{digest}  {name}\n" for name, digest in sorted(self.digests.items()))
         write_atomic(self.folder / SUMS, "".join(lines))
 
@@ -138,10 +142,92 @@ class Mirror:
         for name in files:
             (self.folder / name).unlink(missing_ok=True)
 
+    def keep_days(self, prefix: str, keep: int) -> None:
+        """Drop the nights of a package and Python beyond the newest `keep` days."""
+        mine = {key: night.day for key, night in self.nights.items() if key.startswith(prefix)}
+        days = sorted(set(mine.values()), reverse=True)[:keep]
+        for key in [key for key, day in mine.items() if day not in days]:
+            self.drop(key)
 
-def mirror_root() -> Path:
-    """Return the folder of nightlies, below the wheel store."""
-    return store_root() / FOLDER
+    def copy(self, key: str, night: FoundVersion, listed: Listed, python: str) -> str:
+        """Copy a night; return what the index lacks of it, "" if the night is complete."""
+        day = night.date or date.min
+        names: dict[str, None] = {}
+        missing = ""
+        todo = [(night, frozenset[str]())]
+        seen = set(todo)
+        while todo and not missing:
+            found, extras = todo.pop()
+            name = _file_of(found.url)
+            names[name] = None
+            # From the start, so that making room keeps the files of this night.
+            self.nights[key] = MirroredNight(day, tuple(names), "its copy was interrupted")
+            try:
+                self.fetch(name, found, day)
+            except AbsentError as error:
+                missing = str(error)
+                break
+            for requirement in _pins(self.folder / name, extras, python):
+                fits = [f for f in listed(requirement.name) if _is_of(f, requirement)]
+                more = (fits[-1], frozenset(requirement.extras)) if fits else None
+                if more is None:
+                    missing = f"{requirement.name}{requirement.specifier}"
+                elif more not in seen:
+                    seen.add(more)
+                    todo.append(more)
+        self.nights[key] = MirroredNight(day, tuple(names), missing)
+        self.write()
+        return missing
+
+    def fetch(self, name: str, found: FoundVersion, day: date) -> None:
+        """Copy one wheel, unless there is a copy. A part of an earlier call is continued if a digest is known."""
+        import requests
+
+        if self.has(name, found.sha256):
+            return
+        partial = self.folder / f".{name}.partial"
+        if not found.sha256:
+            partial.unlink(missing_ok=True)
+        offset = partial.stat().st_size if partial.is_file() else 0
+        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={offset}-"} if offset else {})
+        try:
+            with requests.get(found.url, stream=True, headers=headers, **http_options()) as answer:
+                # A store of objects answers 403 for a name that it does not have.
+                if answer.status_code in (403, 404, 410):
+                    raise AbsentError(f"{name} ({answer.status_code})")
+                if answer.status_code != 416:  # the part is complete, or longer than the file
+                    answer.raise_for_status()
+                    size = int(answer.headers.get("Content-Length") or 0)
+                    self.make_room(size, day)
+                    # A server may ignore the range and send the complete file.
+                    with partial.open("ab" if answer.status_code == 206 else "wb") as f:
+                        whole = f.tell() + size
+                        for block in answer.iter_content(1 << 16):
+                            f.write(block)
+                    if size and partial.stat().st_size < whole:  # an older urllib3 does not notice
+                        raise requests.ConnectionError
+        except requests.RequestException as error:
+            reason = getattr(error.response, "status_code", None) or type(error).__name__
+            why = f"cannot be copied ({reason}); the next call continues"
+            raise MirrorError(f"{redacted(found.url)}: {why}") from None
+        except OSError as error:
+            raise MirrorError(f"{partial}: {error.strerror}; the next call continues") from None
+        self._finish(partial, name, found.sha256)
+
+    def _finish(self, partial: Path, name: str, sha256: str) -> None:
+        """Check a copy and give it its name. A wheel without a stated digest is checked by its own CRCs."""
+        digest = sha256_of(partial)
+        whole = digest == sha256
+        if not sha256:
+            with suppress(BumpgateError), one_fault(name), zipfile.ZipFile(partial) as archive:
+                whole = archive.testzip() is None
+        if not whole:
+            partial.unlink()
+            stated = f"(sha256 {digest[:12]}...), deleted; the next call copies it again"
+            raise MirrorError(f"{name}: corrupt copy {stated}")
+        partial.replace(self.folder / name)
+        self.digests[name] = digest
+        self.write()
 
 
 def command(
@@ -167,31 +253,30 @@ def command(
     """
     check_number("--limit", limit or 0, MOST_GB)
     unlisted = _of_urls(url or (), package, python)
-    folder = mirror_root()
+    folder, prefix = mirror_root(), f"{package} {python} "
     folder.mkdir(parents=True, exist_ok=True)
+
+    @cache
+    def listed(name: str) -> tuple[FoundVersion, ...]:
+        try:
+            found = versions(name, index=index, python=python, pre=True)
+        except UnreachableError:
+            raise
+        except VersionsError:
+            found = []
+        known = {f.version for f in found}
+        more = [f for f in unlisted.get(canonicalize_name(name), ()) if f.version not in known]
+        return tuple(in_order([*found, *more]) if more else found)
+
+    copied, failed = 0, False
     with FileLock(folder / ".lock"):
         mirror = Mirror.read(folder, None if limit is None else int(limit * GB))
-
-        @cache
-        def listed(name: str) -> tuple[FoundVersion, ...]:
-            try:
-                found = versions(name, index=index, python=python, pre=True)
-            except UnreachableError:
-                raise
-            except VersionsError:
-                found = []
-            known = {f.version for f in found}
-            more = [f for f in unlisted.get(canonicalize_name(name), ()) if f.version not in known]
-            return tuple(in_order([*found, *more]) if more else found)
-
-        copied, failed = 0, False
-        prefix = f"{package} {python} "
         for night in _newest(listed(package), mirror, prefix, keep):
             key = prefix + night.version
             if (known := mirror.nights.get(key)) and not known.missing:
                 continue
             try:
-                missing = _copy(mirror, key, night, listed, python)
+                missing = mirror.copy(key, night, listed, python)
             except FullError as error:
                 mirror.drop(key)
                 typer.echo(str(error))
@@ -202,16 +287,12 @@ def command(
                 break
             copied += not missing
             typer.echo(f"{night.version}: {f'half-published: no {missing}' if missing else 'copied'}")
-        mine = {key: n.day for key, n in mirror.nights.items() if key.startswith(prefix)}
-        days = sorted(set(mine.values()), reverse=True)[:keep]
-        for key in [key for key, day in mine.items() if day not in days]:
-            mirror.drop(key)
+        mirror.keep_days(prefix, keep)
         if not failed:
             for partial in folder.glob(".*.partial"):
                 partial.unlink()
         kept = sum(not n.missing for n in mirror.nights.values())
-        gaps = missing_days(f for f in listed(package) if build_day(f.version))
-    if gaps:
+    if gaps := missing_days(f for f in listed(package) if build_day(f.version)):
         typer.echo(f"days without a nightly: {', '.join(map(str, gaps))}")
     typer.echo(f"{copied} nights copied, {kept} kept, {mirror.size() / GB:.2f} GB: --find-links {folder}")
     if failed:
@@ -223,16 +304,15 @@ def _of_urls(urls: Iterable[str], package: str, python: str) -> dict[str, list[F
     out: dict[str, list[FoundVersion]] = {}
     for url in urls:
         with one_fault(f"--url {url}: not the URL of a wheel", MirrorError):
-            parts = urlsplit(url)
-            name, version, _, tags = parse_wheel_filename(unquote(parts.path.rsplit("/", 1)[-1]))
+            name, version, _, tags = parse_wheel_filename(_file_of(url))
+            fragment = urlsplit(url).fragment
+        day = build_day(str(version))
         if tags.isdisjoint(tag_ranks(python)):
             raise MirrorError(f"--url {redacted(url)}: not a wheel for Python {python} on this platform")
-        if name == canonicalize_name(package) and build_day(str(version)) is None:
+        if name == canonicalize_name(package) and day is None:
             raise MirrorError(f"--url {redacted(url)}: not a nightly: no day in its version")
-        digest = parts.fragment.removeprefix("sha256=") if parts.fragment.startswith("sha256=") else ""
-        out.setdefault(name, []).append(
-            FoundVersion(str(version), build_day(str(version)), None, url, digest.lower())
-        )
+        digest = fragment.removeprefix("sha256=") if fragment.startswith("sha256=") else ""
+        out.setdefault(name, []).append(FoundVersion(str(version), day, None, url, digest.lower()))
     return out
 
 
@@ -250,120 +330,27 @@ def _newest(found: tuple[FoundVersion, ...], mirror: Mirror, prefix: str, keep: 
     return [f for f in reversed(good) if f.date in days]
 
 
-def _copy(
-    mirror: Mirror,
-    key: str,
-    night: FoundVersion,
-    listed: Callable[[str], tuple[FoundVersion, ...]],
-    python: str,
-) -> str:
-    """Copy a night; return what the index lacks of it, "" if the night is complete."""
-    assert night.date is not None
-    names: list[str] = []
-    missing = ""
-    todo = [(night, frozenset[str]())]
-    seen = set(todo)
-    while todo and not missing:
-        found, extras = todo.pop()
-        name = unquote(urlsplit(found.url).path.rsplit("/", 1)[-1])
-        names += [name] if name not in names else []
-        # From the start, so that making room keeps the files of this night.
-        mirror.nights[key] = MirroredNight(night.date, tuple(names), "its copy was interrupted")
-        if not mirror.has(name, found.sha256):
-            try:
-                _fetch(mirror, name, found, night.date)
-            except AbsentError as error:
-                missing = str(error)
-                break
-        for requirement in _pins(mirror.folder / name, extras, python):
-            fits = [
-                f
-                for f in listed(requirement.name)
-                if f.yanked is None and requirement.specifier.contains(Version(f.version), prereleases=True)
-            ]
-            more = (fits[-1], frozenset(requirement.extras)) if fits else None
-            if more is None:
-                missing = f"{requirement.name}{requirement.specifier}"
-            elif more not in seen:
-                seen.add(more)
-                todo.append(more)
-    mirror.nights[key] = MirroredNight(night.date, tuple(names), missing)
-    mirror.write()
-    return missing
-
-
 def _pins(wheel: Path, extras: frozenset[str], python: str) -> Iterator[Requirement]:
     """Yield what a wheel requires in one version (triton, CUDA), by its metadata, on this platform."""
     fix = "delete it, so that the next call copies it again"
     with one_fault(f"{wheel.name}: not a wheel", MirrorError, fix), zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = BytesParser().parsebytes(archive.read(name))
-    environment: dict[str, Any] = {**default_environment(), "python_version": python}
+    here: dict[str, Any] = {**default_environment(), "python_version": python}
     for text in metadata.get_all("Requires-Dist") or ():
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:
-            continue
-        if any(s.operator in ("==", "===") for s in requirement.specifier) and (
-            requirement.marker is None
-            or any(requirement.marker.evaluate(environment | {"extra": extra}) for extra in (*extras, ""))
-        ):
-            yield requirement
+        with suppress(InvalidRequirement):
+            required = Requirement(text)
+            marker = required.marker
+            if any(s.operator in ("==", "===") for s in required.specifier) and (
+                marker is None or any(marker.evaluate(here | {"extra": extra}) for extra in (*extras, ""))
+            ):
+                yield required
 
 
-def _fetch(mirror: Mirror, name: str, found: FoundVersion, day: date) -> None:
-    """Copy one wheel. A part that an earlier call left is continued if the index states the digest."""
-    import requests
-
-    partial = mirror.folder / f".{name}.partial"
-    if not found.sha256:
-        partial.unlink(missing_ok=True)
-    offset = partial.stat().st_size if partial.is_file() else 0
-    try:
-        with requests.get(
-            found.url,
-            stream=True,
-            headers={"Accept-Encoding": "identity"} | ({"Range": f"bytes={offset}-"} if offset else {}),
-            **http_options(),
-        ) as answer:
-            if answer.status_code == 416:  # the part is complete, or longer than the file
-                _finish(mirror, partial, name, found.sha256)
-                return
-            # A store of objects answers 403 for a name that it does not have.
-            if answer.status_code in (403, 404, 410):
-                raise AbsentError(f"{name} ({answer.status_code})")
-            answer.raise_for_status()
-            size = int(answer.headers.get("Content-Length") or 0)
-            mirror.make_room(size, day)
-            # A server may ignore the range and send the complete file.
-            with partial.open("ab" if answer.status_code == 206 else "wb") as f:
-                whole = f.tell() + size
-                for block in answer.iter_content(1 << 16):
-                    f.write(block)
-            if size and partial.stat().st_size < whole:  # an older urllib3 does not notice
-                raise requests.ConnectionError
-    except requests.RequestException as error:
-        reason = getattr(error.response, "status_code", None) or type(error).__name__
-        raise MirrorError(
-            f"{redacted(found.url)}: cannot be copied ({reason}); the next call continues"
-        ) from None
-    except OSError as error:
-        raise MirrorError(f"{partial}: {error.strerror}; the next call continues") from None
-    _finish(mirror, partial, name, found.sha256)
+def _is_of(found: FoundVersion, requirement: Requirement) -> bool:
+    allowed = requirement.specifier.contains(Version(found.version), prereleases=True)
+    return allowed and found.yanked is None
 
 
-def _finish(mirror: Mirror, partial: Path, name: str, sha256: str) -> None:
-    """Check a copy and give it its name. A wheel without a stated digest is checked by its own CRCs."""
-    digest = sha256_of(partial)
-    whole = digest == sha256
-    if not sha256:
-        with suppress(BumpgateError), one_fault(name), zipfile.ZipFile(partial) as archive:
-            whole = archive.testzip() is None
-    if not whole:
-        partial.unlink()
-        raise MirrorError(
-            f"{name}: corrupt copy (sha256 {digest[:12]}...), deleted; the next call copies it again"
-        )
-    partial.replace(mirror.folder / name)
-    mirror.digests[name] = digest
-    mirror.write()
+def _file_of(url: str) -> str:
+    return unquote(urlsplit(url).path.rsplit("/", 1)[-1])

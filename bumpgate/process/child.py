@@ -232,16 +232,10 @@ class LoggedChild:
     keep_open: tuple[int, ...] = ()
 
     def start(self) -> subprocess.Popen[bytes]:
+        own = self.command, self.cwd, self.environment
         try:
             with self.log.open("wb") as output:
-                return start(
-                    self.command,
-                    self.cwd,
-                    self.environment,
-                    stdout=output,
-                    supervised=True,
-                    keep_open=self.keep_open,
-                )
+                return start(*own, stdout=output, supervised=True, keep_open=self.keep_open)
         finally:
             for descriptor in self.keep_open:
                 os.close(descriptor)  # so that the holder of the other end sees EOF when this child ends
@@ -260,38 +254,33 @@ def run_child(
 def run_children(children: Sequence[LoggedChild], timeout: float | None) -> list[tuple[int, float]]:
     """Run several children at once. What is left of a child's group is killed when the child ends."""
     started = time.monotonic()
-    processes: list[subprocess.Popen[bytes]] = []
+    running: list[subprocess.Popen[bytes]] = []
     ended: dict[int, tuple[int, float]] = {}
     try:
         for child in children:
-            processes.append(child.start())
-        while running := [i for i in range(len(processes)) if i not in ended]:
+            running.append(child.start())
+        processes = tuple(running)
+        while running:
             left = None if timeout is None else started + timeout - time.monotonic()
-            for i in running:
-                code = _interrupt(processes[i]) if left is not None and left <= 0 else processes[i].poll()
+            for process in tuple(running):
+                code = _interrupt(process) if left is not None and left <= 0 else process.poll()
                 if code is not None:
-                    ended[i] = code, time.monotonic() - started
-                    signal_group(processes[i], signal.SIGKILL)
-            _wait_for_one([processes[i] for i in running if i not in ended], left)
+                    ended[process.pid] = code, time.monotonic() - started
+                    running.remove(process)
+                    end_group(process)
+            # One process is waited for, several are polled.
+            with suppress(subprocess.TimeoutExpired):
+                if running:
+                    running[0].wait(left if len(running) == 1 else POLL_SECONDS)
     except KeyboardInterrupt:
-        for i, process in enumerate(processes):
-            if i not in ended:
-                _interrupt(process)
+        for process in running:
+            _interrupt(process)
         raise
     finally:
-        for process in processes:
+        for process in running:
             end_group(process)
-    codes = [ended[i] for i in range(len(processes))]
+    codes = [ended[process.pid] for process in processes]
     return [(SIGNALLED - code if code > SIGNALLED else code, seconds) for code, seconds in codes]
-
-
-def _wait_for_one(processes: Sequence[subprocess.Popen[bytes]], seconds: float | None) -> None:
-    """Wait until a single process ends or the time is over; with several, poll after POLL_SECONDS."""
-    if len(processes) > 1:
-        time.sleep(POLL_SECONDS)
-    elif processes:
-        with suppress(subprocess.TimeoutExpired):
-            processes[0].wait(seconds)
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> int:

@@ -37,9 +37,11 @@ print(json.dumps([dict(sorted(found.items())), git]))
 
 @dataclass(frozen=True)
 class Installed:
-    """Contents of an environment. packages: installed distributions by name.
+    """Contents of an environment.
 
-    git_version: torch's commit, if it states one. failure: why the environment is not usable.
+    packages: installed distributions by name.
+    git_version: torch's commit, if it states one.
+    failure: why the environment is not usable.
     """
 
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -145,8 +147,8 @@ class LaneCall:
         found, failure = None, ""
         try:
             found = read_record(self.record)
-        except BumpgateError as error:
-            failure = _last_words(self.output) or one_line(error)
+        except BumpgateError:
+            failure = _last_words(self.output)
         if found and "started" not in found.provenance:  # it ended before it began to collect
             found, failure = None, _last_words(self.output)
         if code == USAGE and found and found.problems:

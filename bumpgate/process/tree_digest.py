@@ -62,35 +62,23 @@ class Binding:
 
     def differences(self, now: Binding) -> list[str]:
         """Return the changes since, each in a few words; empty if the verdict is still valid."""
-        out = []
-        if self.bumpgate != now.bumpgate:
-            out.append(f"bumpgate {self.bumpgate} -> {now.bumpgate}")
-        if self.commit != now.commit:
-            out.append(f"commit {self.commit[:12] or 'none'} -> {now.commit[:12] or 'none'}")
+        pairs = {
+            "bumpgate": (self.bumpgate, now.bumpgate),
+            "commit": (self.commit[:12] or "none", now.commit[:12] or "none"),
+        }
+        out = [f"{name} {before} -> {after}" for name, (before, after) in pairs.items() if before != after]
         # The names in a gate.json that was read are printable.
-        before, after = (
-            {printable(path): x for path, x in files.items()} for files in (self.files, now.files)
-        )
-        changed = [path for path in sorted({*before, *after}) if before.get(path) != after.get(path)]
-        if changed:
-            out.append(f"tree: {some(changed)}")
-        return out
+        old, new = ({printable(path): x for path, x in each.files.items()} for each in (self, now))
+        changed = [path for path in sorted({*old, *new}) if old.get(path) != new.get(path)]
+        return [*out, f"tree: {some(changed)}"] if changed else out
 
     def sources(self) -> Binding:
         """Return what a lane run executes and reads, for any commit: no baselines, documents and CI files."""
-        files = self.files.items()
-        kept = {
-            path: digest for path, digest in files if not path.startswith(UNMEASURED) and path[-3:] != ".md"
-        }
-        return Binding("", "", kept)
+        kept = [path for path in self.files if not path.startswith(UNMEASURED) and path[-3:] != ".md"]
+        return Binding("", "", {path: self.files[path] for path in kept})
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "bumpgate": self.bumpgate,
-            "commit": self.commit,
-            "tree": self.tree,
-            "files": dict(self.files),
-        }
+        return {**vars(self), "tree": self.tree, "files": dict(self.files)}
 
     @classmethod
     def of_gate(cls, path: Path, raw: Any) -> Binding:
@@ -113,10 +101,9 @@ def measured_tree(root: Path, record: Path) -> str:
 
 def bind(root: Path, *outputs: Path) -> Binding:
     """Return the binding of the present work tree. outputs: folders or files in it that a run or a gate writes."""
+    places = [path.resolve() for path in (*outputs, home())]
     # A folder that contains the tree leaves out none of it.
-    left_out = [
-        path.resolve() for path in (*outputs, home()) if not root.resolve().is_relative_to(path.resolve())
-    ]
+    left_out = [place for place in places if not root.resolve().is_relative_to(place)]
     listed = _git_files(root)
     paths = _walk(root) if listed is None else [*listed, *_ignored_imports(root, listed)]
     resolved = ((path, (root / path).resolve()) for path in set(paths))
@@ -204,14 +191,9 @@ def _walk(root: Path) -> Iterator[str]:
     for folder, names, files in os.walk(root, followlinks=True):
         current = Path(folder)
         seen.add(current.resolve())
-        names[:] = [
-            name
-            for name in names
-            if not name.startswith(".")
-            and name not in SKIPPED
-            and not _is_foreign(current / name)
-            and (current / name).resolve() not in seen
-        ]
+        own = (name for name in names if not name.startswith(".") and name not in SKIPPED)
+        new = (name for name in own if (current / name).resolve() not in seen)
+        names[:] = [name for name in new if not _is_foreign(current / name)]
         yield from (str((current / file).relative_to(root)) for file in files if _is_source(file))
 
 
@@ -238,15 +220,10 @@ def _digest(path: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
+    how: dict[str, Any] = {"capture_output": True, "text": True, "errors": "surrogateescape"}
     try:
-        done = subprocess.run(
-            ["git", *arguments],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            errors="surrogateescape",
-            timeout=GIT_SECONDS,
+        return str(
+            subprocess.run(["git", *arguments], cwd=root, check=True, timeout=GIT_SECONDS, **how).stdout
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout if done.returncode == 0 else None

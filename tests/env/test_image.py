@@ -6,23 +6,21 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from bumpgate import cli
 from bumpgate.env import store
 from bumpgate.env.lane import lane_lock
 from bumpgate.env.locks import Lock, Locked, Wheel
 from bumpgate.env.store import sha256_of
 from suites.support.planted import planted
+from tests.env.conftest import Run
 from tests.support import golden
 from tests.support.lane_files import declare_lanes, save_lock
 from tests.support.local_index import fake_wheel
 
 BASE = f"docker.io/library/python:3.12@sha256:{'ab' * 32}"
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -44,21 +42,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-@pytest.fixture
-def run(tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Call `bumpgate image` -> exit code, stdout, stderr."""
-
-    def call(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["bumpgate", "image", *args])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0), *capsys.readouterr()
-
-    return call
-
-
-def test_image_matches_the_reviewed_containerfile(run: Run, tree: Path) -> None:
-    code, out, err = run("v6e", "--base", BASE)
+def test_image_matches_the_reviewed_containerfile(tree: Path, run: Run) -> None:
+    code, out, err = run("image", "v6e", "--base", BASE)
     names = {str(tree): "TREE", str(store.store_root()): "STORE"}
     text = golden.transcript(["image", "v6e", "--base", BASE], code, out, err, names)
     text += (tree / "Containerfile.v6e").read_text()
@@ -84,8 +69,13 @@ def install(tree: Path, target: Path) -> subprocess.CompletedProcess[str]:
 
 
 @planted("C19", "a wheel of the image has other bytes than the lock")
-def test_image_installs_only_the_locked_bytes(run: Run, tree: Path, tmp_path: Path) -> None:
-    run("v6e", "--base", BASE)
+def test_image_installs_only_the_locked_bytes(tree: Path, run: Run, tmp_path: Path) -> None:
+    run("image", "v6e", "--base", BASE)
+    text = (tree / "Containerfile.v6e").read_text()
+    copied = re.findall(r"^COPY --from=store (\S+) /(\S+)$", text, re.MULTILINE)
+    installed = re.findall(r"^/wheels/(\S+) --hash=", text, re.MULTILINE)
+    assert copied == [(path, path) for path in installed], "every wheel that it installs"
+    assert all((store.store_root() / path).is_file() for path in installed)
     done = install(tree, tmp_path / "good")
     assert done.returncode == 0, done.stderr
     found = sorted(path.name for path in (tmp_path / "good").glob("*.dist-info"))
@@ -97,35 +87,23 @@ def test_image_installs_only_the_locked_bytes(run: Run, tree: Path, tmp_path: Pa
     assert "DO NOT MATCH THE HASHES" in done.stderr
 
 
-def test_image_copies_every_wheel_that_it_installs(run: Run, tree: Path) -> None:
-    run("v6e", "--base", BASE)
-    text = (tree / "Containerfile.v6e").read_text()
-    copied = re.findall(r"^COPY --from=store (\S+) /(\S+)$", text, re.MULTILINE)
-    installed = re.findall(r"^/wheels/(\S+) --hash=", text, re.MULTILINE)
-    assert [source for source, _ in copied] == [target for _, target in copied] == installed
-    assert all((store.store_root() / path).is_file() for path in installed)
-
-
-def test_image_names_wheels_that_the_store_lacks(run: Run) -> None:
+def test_image_names_wheels_that_the_store_lacks(tree: Path, run: Run) -> None:
     path = next(path for _, path in store.contents() if path.name.startswith("numpy"))
     path.unlink()
-    code, out, _ = run("v6e", "--base", BASE)
+    code, out, _ = run("image", "v6e", "--base", BASE)
     assert code == 0
     assert out.splitlines()[-1] == "1 of them are not in the wheel store: bumpgate freeze --lane v6e"
 
 
 @pytest.mark.parametrize("base", ["python", "python:3.12", "python@sha256:abc", f"a b@sha256:{'0' * 64}"])
-def test_image_refuses_a_base_without_digest(base: str, run: Run, tree: Path) -> None:
-    code, out, err = run("v6e", "--base", base)
+def test_image_refuses_a_base_without_digest(base: str, tree: Path, run: Run) -> None:
+    code, out, err = run("image", "v6e", "--base", base)
     assert (code, out, len(err.splitlines())) == (4, "", 1)
     assert f"invalid base image {base!r} (expected NAME@sha256: and 64 digits)" in err
     assert not (tree / "Containerfile.v6e").exists()
 
 
-def test_image_of_a_lane_without_lock_prints_one_line(run: Run) -> None:
-    code, out, err = run("cpu", "--base", BASE)
-    assert (code, out) == (4, "")
-    assert (
-        err
-        == "bumpgate: lanes/cpu/pylock.toml: cannot be read (No such file or directory); bumpgate freeze writes it\n"
-    )
+def test_image_of_a_lane_without_lock_prints_one_line(tree: Path, run: Run) -> None:
+    code, out, err = run("image", "cpu", "--base", BASE)
+    lacking = "lanes/cpu/pylock.toml: cannot be read (No such file or directory); bumpgate freeze writes it"
+    assert (code, out, err) == (4, "", f"bumpgate: {lacking}\n")

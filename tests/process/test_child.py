@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -46,20 +47,18 @@ def python(tmp_path: Path) -> Interpreter:
     return Interpreter(Path(sys.executable), tmp_path)
 
 
-def test_run_kills_what_the_child_has_started(python: Interpreter) -> None:
+def test_what_a_child_has_started_is_killed(python: Interpreter, tmp_path: Path) -> None:
     assert gone(int(python.run("-S", "-c", LEAVES_ONE, timeout=60)))
+    logs = [tmp_path / name for name in "ab"]
+    command = [sys.executable, "-S", "-c", LEAVES_ONE]
+    ended = run_children([LoggedChild(command, tmp_path, os.environ, log) for log in logs], 60)
+    assert [code for code, _ in ended] == [0, 0]
+    assert all(gone(int(log.read_text())) for log in logs)
 
 
-def test_run_children_kills_what_a_child_has_started(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    child = LoggedChild([sys.executable, "-S", "-c", LEAVES_ONE], tmp_path, os.environ, log)
-    ((code, _),) = run_children([child], 60)
-    assert code == 0
-    assert gone(int(log.read_text()))
-
-
-def test_supervised_child_ends_with_its_starter(tmp_path: Path) -> None:
-    child = start([sys.executable, "-S", "-c", LEAVES_ONE], stdout=subprocess.PIPE, supervised=True)
+def test_supervised_child_ends_with_its_starter() -> None:
+    program = f"{LEAVES_ONE}; import time; time.sleep(60)"
+    child = start([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE, supervised=True)
     assert child.stdin
     assert child.stdout
     left = int(child.stdout.readline())
@@ -97,10 +96,7 @@ def test_fault_of_a_child_is_one_line(python: Interpreter, program: str, words: 
 )
 def test_exit_code_alone_proves_nothing(python: Interpreter, end: str, fault: str) -> None:
     program = f"import os\n{TOKEN}\n{end}"
-    if fault:
-        with pytest.raises(ChildFault, match=fault):
-            python.prove("-S", "-c", program, did=("a", "b"), timeout=60)
-    else:
+    with pytest.raises(ChildFault, match=fault) if fault else nullcontext():
         python.prove("-S", "-c", program, did=("a", "b"), timeout=60)
 
 

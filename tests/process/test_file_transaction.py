@@ -18,6 +18,7 @@ from bumpgate.process.file_transaction import (
     AdoptionError,
     Edit,
     Operation,
+    Recovered,
     digest,
     interrupted,
     journal,
@@ -131,9 +132,8 @@ def test_other_file_is_neither_written_nor_restored(root: Path, tmp_path: Path, 
 @planted("C39", "a journal in the work tree, from a commit of anybody")
 def test_journal_in_the_tree_is_refused(root: Path) -> None:
     (root / "baselines").mkdir()
-    (root / IN_TREE).write_text(
-        json.dumps({**vars(ADOPTING), "files": {BASELINE: {"before": "pwned", "after": ""}}})
-    )
+    files = {BASELINE: {"before": "pwned", "after": ""}}
+    (root / IN_TREE).write_text(json.dumps({**vars(ADOPTING), "files": files}))
     for use in (recover, interrupted, lambda root: replace_all(root, [Edit(BASELINE, None, "x")])):
         with pytest.raises(AdoptionError, match=f"{IN_TREE}: a journal in the work tree may be anybody's"):
             use(root)
@@ -159,7 +159,5 @@ def test_operation_that_was_cut_short_is_recovered_before_another_write(root: Pa
     ):
         replace_all(root, [Edit(BASELINE, None, "x")])
     with writing(root):
-        done = recover(root)
-    assert done
-    assert done.paths == ("needs/mini.txt",)
+        assert recover(root) == Recovered(ADOPTING, ("needs/mini.txt",))
     assert (read(root / "needs/mini.txt"), journal(root).exists()) == ("old", False)

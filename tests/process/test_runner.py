@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 import venv
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from bumpgate.process.host import read_or_empty
 from bumpgate.process.runner import NOTHING_SELECTED, USAGE, LaneRun, child_environment, installed, run_lane
 from tests.support.project import GOOD, PLUGINS, Project, counted
 
@@ -29,10 +31,8 @@ def test_sleeps(lane):
 
 
 def run(project: Project, *selection: str, **options: object) -> LaneRun:
-    return run_lane(
-        PYTHON, project.root, "cpu", ("-n", "0", *selection), project.root / "r.json",
-        environment=QUICK, **options,
-    )  # fmt: skip
+    place = PYTHON, project.root, "cpu", ("-n", "0", *selection), project.root / "r.json"
+    return run_lane(*place, environment=QUICK, **options)  # type: ignore[arg-type]
 
 
 def test_run_lane_returns_the_record_of_a_complete_run(project: Project) -> None:
@@ -60,9 +60,8 @@ def test_child_bytecode_is_cached_inside_its_environment(
     tree.mkdir()
     (tree / "imported.py").write_text("")
     python = environment / "bin/python"
-    subprocess.run(
-        [python, "-c", "import imported"], env=child_environment(python, tree), cwd=tree, check=True
-    )
+    command = [python, "-c", "import imported"]
+    subprocess.run(command, env=child_environment(python, tree), cwd=tree, check=True)
     assert [path.name for path in tree.iterdir()] == ["imported.py"]
     assert len([*(environment / "bytecode").rglob("imported.*.pyc")]) == 1
     own = child_environment(PYTHON, tree)
@@ -106,11 +105,10 @@ def test_run_lane_reports_a_test_whose_file_does_not_import(project: Project, wo
     assert "torch._private" in found.failure
 
 
+DIES = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
 TORCHES = {
     "raise ImportError('libcudart.so.13: no such file')": "exit 1: ImportError: libcudart.so.13: no such file",
-    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": (
-        "killed by SIGSEGV: Fatal Python error: Segmentation fault"
-    ),
+    DIES: "killed by SIGSEGV: Fatal Python error: Segmentation fault",
     "import no_such_module": "exit 1: ModuleNotFoundError: No module named 'no_such_module'",
 }
 
@@ -160,9 +158,8 @@ def test_run_lane_timeout_keeps_record_and_leaves_no_process(project: Project) -
     found = run(project, timeout=3.0, check_import=False)
     assert found.failure == "no end within 3 s"
     assert found.record
-    assert {j.row.id.split("/")[1]: j.verdict.value for j in found.record.judgements} == {
-        "good": "PASS", "sleeps": "MISSING",
-    }  # fmt: skip
+    verdicts = {j.row.id.split("/")[1]: j.verdict.value for j in found.record.judgements}
+    assert verdicts == {"good": "PASS", "sleeps": "MISSING"}
     assert not alive((project.root / "there").read_text())
 
 
@@ -174,18 +171,19 @@ def test_killed_parent_ends_the_lane_run(project: Project, number: signal.Signal
         f"run_lane(Path(sys.executable), Path.cwd(), 'cpu', ['-n', '0'], Path('r.json'), environment={QUICK!r})"
     )
     starter = project.start("-c", program)
-    until = time.monotonic() + 60
-    while not (project.root / "there").exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    time.sleep(0.3)
+    wait_for(60, lambda: len(read_or_empty(project.root / "there").split()) == 2)
     started = (project.root / "there").read_text()
     assert alive(started), "the test and its child process"
     starter.send_signal(number)
     starter.communicate(timeout=60)
-    until = time.monotonic() + 20
-    while alive(started) and time.monotonic() < until:
+    wait_for(20, lambda: not alive(started))
+
+
+def wait_for(seconds: float, condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
         time.sleep(0.05)
-    assert not alive(started)
 
 
 def alive(pids: str) -> bool:

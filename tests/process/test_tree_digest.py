@@ -30,25 +30,19 @@ EDITS: dict[str, Edit] = {
     "new data": lambda root: (root / "data" / "new.npz").write_text("\n"),
     "target of a link": lambda root: (root.parent / "outside.py").write_text("O = 2\n"),
     "another target of a dangling link": lambda root: link(root / "gone.py", "elsewhere.py"),
-    "file for a link": lambda root: (
-        (root / "linked.py").unlink() or (root / "linked.py").write_text("L = 1\n")
-    ),
+    "file for a link": lambda root: [
+        (root / "linked.py").unlink(),
+        (root / "linked.py").write_text("L = 1\n"),
+    ],
 }
-UNSEEN: dict[str, Edit] = {
-    "time": lambda root: (root / "a.py").touch(),
-    "log": lambda root: (root / "run.log").write_text("line\n"),
-    "record of a run": lambda root: (root / "record.json").write_text("{}\n"),
-    "environment": lambda root: [
-        (root / "env").mkdir(),
-        (root / "env" / "pyvenv.cfg").write_text("\n"),
-        (root / "env" / "x.py").write_text("\n"),
-    ],
-    "bisect": lambda root: [
-        (root / "bisect-torch-1-2" / "probes").mkdir(parents=True),
-        (root / "bisect-torch-1-2" / "state.jsonl").write_text("{}\n"),
-        (root / "bisect-torch-1-2" / "probes" / "reading.json").write_text("{}\n"),
-    ],
-    "output": lambda root: [(root / "out").mkdir(), (root / "out" / "x.py").write_text("\n")],
+# Files that do not change the binding.
+UNSEEN = {
+    "time": ["a.py"],
+    "log": ["run.log"],
+    "record of a run": ["record.json"],
+    "environment": ["env/pyvenv.cfg", "env/x.py"],
+    "bisect": ["bisect-torch-1-2/state.jsonl", "bisect-torch-1-2/probes/reading.json"],
+    "output": ["out/x.py"],
 }
 
 
@@ -82,7 +76,9 @@ def test_edit_changes_the_binding_and_is_named(root: Path, name: str) -> None:
 @pytest.mark.parametrize("name", UNSEEN)
 def test_change_without_effect_keeps_the_binding(root: Path, name: str) -> None:
     before = bind(root, root / "out")
-    UNSEEN[name](root)
+    for path in UNSEEN[name]:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).touch()
     assert before.differences(bind(root, root / "out")) == []
 
 
