@@ -1,13 +1,17 @@
-"""The scheduler of xdist that bumpgate/plugin/scheduling.py selects."""
+"""Assignment of a lane's tests to the workers of xdist. `--dist` selects one of xdist's own schedulers instead."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from contextlib import suppress
 from typing import Any
 
+import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from bumpgate.plugin.units import ALONE_UNIT, unit
+from bumpgate.plugin.lanes import chosen_lane, lanes_of
+from bumpgate.plugin.scheduling import ALONE_UNIT, unit
+from bumpgate.process.gpu_shares import visible
 
 # Tests that a worker runs or has been assigned: it starts a test only once the next is known.
 AHEAD = 2
@@ -101,3 +105,14 @@ class TestByTest(LoadScopeScheduling):
 
 def _number(node: Any) -> int:
     return int(node.gateway.id.removeprefix("gw"))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    if config.option.dist != "load":
+        return None
+    if not hasattr(config.option, "loadscopereorder"):
+        found = importlib.metadata.version("pytest-xdist")
+        why = f"pytest-xdist {found} changes the order of the tests: pip install 'pytest-xdist>=3.8', or -n 0"
+        raise pytest.UsageError(why)
+    name = chosen_lane(config)
+    return TestByTest(config, log, len(visible(lanes_of(config)[name].count)) if name else 1)

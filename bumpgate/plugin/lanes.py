@@ -33,8 +33,8 @@ def lane_of(item: pytest.Item) -> str | None:
 
 def chosen_lane(config: pytest.Config) -> str | None:
     """Return the lane that -m selects, or None. Raises UsageError on two lanes, or on a name that is not a marker."""
-    known = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
-    expression, unknown = config.option.markexpr, sorted(_names(config.option.markexpr) - known)
+    expression = config.option.markexpr
+    unknown = sorted(_names(expression) - markers(config))
     if unknown:
         raise pytest.UsageError(
             f"-m {expression}: no marker {unknown[0]!r}; lanes: {', '.join(lanes_of(config))}; "
@@ -44,6 +44,11 @@ def chosen_lane(config: pytest.Config) -> str | None:
     if len(chosen) > 1:
         raise pytest.UsageError(f"-m {expression}: one lane a run, pick one of {', '.join(chosen)}")
     return chosen[0] if chosen else None
+
+
+def markers(config: pytest.Config) -> set[str]:
+    """Return the names of the declared markers."""
+    return {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
 
 
 def _names(expression: str) -> set[str]:

@@ -11,10 +11,10 @@ from bumpgate.core.errors import one_line
 from bumpgate.core.rows import Judgement, Problem, ProblemKind
 from bumpgate.core.rules import sentences
 from bumpgate.plugin.devices import PJRT_CPU
-from bumpgate.plugin.ended_run import EndedRun, file_of
+from bumpgate.plugin.lane_run import LaneRun, file_of
 
 
-def problems(run: EndedRun, judgements: list[Judgement], part: str) -> list[Problem]:
+def problems(run: LaneRun, judgements: list[Judgement], part: str) -> list[Problem]:
     """Return the problems that no red row shows. A measured row shows no failure but that of its value."""
     red = {j.row.test for j in judgements if j.red}
     silent = {j.row.test for j in judgements if j.red and j.row.unmeasured}
@@ -52,7 +52,7 @@ def problems(run: EndedRun, judgements: list[Judgement], part: str) -> list[Prob
     return sorted(found, key=str)
 
 
-def _lost(run: EndedRun, red: Collection[str]) -> Iterator[Problem]:
+def _lost(run: LaneRun, red: Collection[str]) -> Iterator[Problem]:
     """Yield the tests that the run has lost, those of one file with one outcome together."""
     files = defaultdict(list)
     for test, outcome in run.lost().items():
@@ -69,7 +69,7 @@ def _lost(run: EndedRun, red: Collection[str]) -> Iterator[Problem]:
         yield Problem(file if len(tests) > 1 else tests[0], ProblemKind.LOST, f"{lost}{skipped}; {fix}")
 
 
-def _gaps(run: EndedRun, part: str, compared: Collection[str]) -> Iterator[tuple[str, str]]:
+def _gaps(run: LaneRun, part: str, compared: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield (test, why) of what a run under --gate left out. compared: tests whose outcomes are rows."""
     happened = run.reports
     for test, why in happened.skipped.items():
@@ -94,13 +94,13 @@ def _gaps(run: EndedRun, part: str, compared: Collection[str]) -> Iterator[tuple
             yield from ((test, f"not run under --gate: {why}") for why in rows)
 
 
-def _nothing_collected(run: EndedRun) -> str:
+def _nothing_collected(run: LaneRun) -> str:
     why = run.deaths("") or "the run ended before it collected a test"
     required = sum(not in_tier(r.test) for r in run.baseline.rows.values()) if run.full else 0
     return f"all {required} rows missing: {why}" if required else f"no row measured: {why}"
 
 
-def _rules(run: EndedRun, test: str) -> str:
+def _rules(run: LaneRun, test: str) -> str:
     """Return the rules of the rows that a failed test has reported, in brackets; "" if none."""
     texts = sentences(run.config.rootpath)
     rules = sorted({j.row.rule for j in run.judgements.values() if j.row.test == test and j.row.rule})

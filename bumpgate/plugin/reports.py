@@ -1,17 +1,74 @@
-"""What happened to each test of a run, from pytest's reports of any xdist worker."""
+"""What happened to each test of a run: marks on pytest's reports, and their reader in the controller."""
 
 from __future__ import annotations
 
+import errno
+import functools
+import inspect
 import json
+import unittest
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bumpgate.core import outcomes
 from bumpgate.core.errors import one_line
-from bumpgate.plugin.proof import RAISED_PROPERTY
-from bumpgate.plugin.rows import EXCUSED_PROPERTY, INFRA_PROPERTY, NOT_RUN_PROPERTY, RED_PROPERTY
+from bumpgate.plugin.rows import EXCUSED_PROPERTY, NOT_RUN_PROPERTY, RECORDER, InfraError
+
+# Properties of a report: what the machine failed at; the phase that failed for its red rows alone, or raised.
+INFRA_PROPERTY = "bumpgate_infra"
+RED_PROPERTY = "bumpgate_red"
+RAISED_PROPERTY = "bumpgate_raised"
+NO_FAILURE = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
+# Not EMFILE: a process that runs out of file descriptors may leak them.
+MACHINE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENFILE, errno.ENOMEM)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Fail a test whose function was not called. The plugin of an asynchronous one looks at the function itself."""
+    function, called = pyfuncitem.obj, []
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return (yield)
+
+    @functools.wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        called.append(True)
+        return function(*args, **kwargs)
+
+    pyfuncitem.obj = noted
+    try:
+        result = yield
+    finally:
+        pyfuncitem.obj = function
+    if not called:
+        pytest.fail("a plugin or conftest passed this test without calling its function", pytrace=False)
+    return result
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Mark the report of a phase that raised, before a wrapper of this hook can change its outcome.
+
+    Also mark a test that failed for its red rows alone, or that a machine fault stopped: its rows are INFRA.
+    """
+    marks = item.user_properties
+    marks[:] = [found for found in marks if found[0] != RAISED_PROPERTY]
+    error = call.excinfo.value if call.excinfo else None
+    if error and not isinstance(error, NO_FAILURE):
+        marks.append((RAISED_PROPERTY, call.when))
+    recorder = item.stash.get(RECORDER, None)
+    if recorder and call.when == "teardown":
+        recorder.ended = True
+    if error and recorder and error is recorder.failure:
+        marks.append((RED_PROPERTY, call.when))
+    machine = isinstance(error, (InfraError, MemoryError))
+    if machine or (isinstance(error, OSError) and error.errno in MACHINE_FAULTS):
+        marks.append((INFRA_PROPERTY, one_line(f"{type(error).__name__}: {error}")))
 
 
 @dataclass
@@ -45,16 +102,13 @@ class Reports:
 
     @property
     def not_run_lines(self) -> list[str]:
-        """Return `row: reason` of each row that this device or environment need not report."""
         return sorted(line for lines in self.not_run.values() for line in lines)
 
     @property
     def not_run_rows(self) -> set[str]:
-        """Return the ids of these rows."""
         return {line.partition(": ")[0] for line in self.not_run_lines}
 
     def take_collection(self, report: pytest.CollectReport) -> None:
-        """Take the report of a file."""
         if report.failed:
             self.uncollected[report.nodeid] = last_line(report)
         elif report.skipped:

@@ -6,7 +6,6 @@ session (bumpgate/plugin/session.py) from any xdist worker.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -22,7 +21,7 @@ import pytest
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from bumpgate.core import accepted, hosts, rules
+from bumpgate.core import accepted, hosts, outcomes, rules
 from bumpgate.core.baseline import CALIBRATION, Baseline, inherited, judge, load
 from bumpgate.core.errors import one_line
 from bumpgate.core.lanes import how_to_declare
@@ -37,18 +36,12 @@ from bumpgate.process.host import cpu_model, host_cores
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# Names of the properties that carry rows and machine faults on a test report.
+# Properties of a test report: a row in JSON, lines of rows that are not run, and that the gate does not require these.
 ROW_PROPERTY = "bumpgate_row"
-INFRA_PROPERTY = "bumpgate_infra"
-# The phase of a test that failed for its red rows alone.
-RED_PROPERTY = "bumpgate_red"
 NOT_RUN_PROPERTY = "bumpgate_not_run"
-# Rows that the gate does not require: they cannot be measured in this environment.
 EXCUSED_PROPERTY = "bumpgate_not_run_excused"
 # For a repository without rules.
 NO_RULE = "R0"
-# Not EMFILE: a process that runs out of file descriptors may leak them.
-MACHINE_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENFILE, errno.ENOMEM)
 
 
 class InfraError(Exception):
@@ -137,24 +130,35 @@ class About(TypedDict, total=False):
     measured: Mapping[str, float]
 
 
+class Bounds(About, total=False):
+    """What the test derives, not from an earlier run."""
+
+    expected: Value
+    at_most: float | None
+    at_least: float | None
+
+
+class Counted(Bounds, total=False):
+    unit: str
+
+
+class Cost(About, total=False):
+    """better: "lower", the default, or "higher". tolerance: relative to the reviewed value, 0.02 is 2 %."""
+
+    better: str
+    tolerance: float
+    at_most: float | None
+    at_least: float | None
+
+
 Acceptances = Mapping[str, tuple[accepted.Acceptance, ...]]
 
 
 class RowRecorder:
     """The fixture `row`: reports the measured values of one test, one verb for each kind of row.
 
-    count: a number of things, against a derived expectation or the reviewed number.
-    bound: any value against an expectation that the test derives.
-    exact: any value against the reviewed one.
-    cost: a number that may be worse than the reviewed one by a tolerance.
-    timed: the same, of a median with its interval.
-    code: the counts of a compiled kernel.
-    defect: whether a known upstream defect is present.
-    calibration: a property of the host, which decides whether the times that it bounds are judged.
-
     Each verb takes `seen`, which says what was observed (see About), judges the row immediately, and returns the
     judgement. Each raises RowError (one line) on an invalid row or an id that this run has already used.
-    context: lines in front of the evidence of every row, such as the device.
     """
 
     def __init__(
@@ -167,22 +171,12 @@ class RowRecorder:
         self._unreported: list[Judgement] = []
         self.failure: BaseException | None = None
         self.ended = False
-        self.context: tuple[str, ...] = ()
 
-    def count(
-        self,
-        id: str,
-        found: Collection[object] | int | None,
-        *,
-        unit: str = "count",
-        expected: int | None = None,
-        at_most: float | None = None,
-        at_least: float | None = None,
-        **about: Unpack[About],
-    ) -> Judgement:
+    def count(self, id: str, found: Collection[object] | int | None, **about: Unpack[Counted]) -> Judgement:
         """Judge a number of things: against the expectation of the test, or without one against the reviewed number.
 
         found: the number, or the things themselves, which are then evidence. None: the instrument returned no value.
+        unit: "count" by default.
         """
         if isinstance(found, str):
             raise RowError(f"row {id!r}: found must be a number or a collection of things, got {found!r}")
@@ -190,77 +184,32 @@ class RowRecorder:
             things = sorted(found, key=str) if isinstance(found, (set, frozenset)) else found
             about["evidence"] = (*things, *about.get("evidence", ()))
             found = len(found)
-        bounds = {"expected": expected, "at_most": at_most, "at_least": at_least}
-        better = "exact" if set(bounds.values()) == {None} else "derived"
-        return self._report(id, found, unit, about, better=better, **bounds)
+        derived = any(about.get(bound) is not None for bound in ("expected", "at_most", "at_least"))
+        return self._report(id, found, about.pop("unit", "count"), "derived" if derived else "exact", about)
 
-    def bound(
-        self,
-        id: str,
-        value: Value,
-        unit: str,
-        *,
-        expected: Value = None,
-        at_most: float | None = None,
-        at_least: float | None = None,
-        **about: Unpack[About],
-    ) -> Judgement:
+    def bound(self, id: str, value: Value, unit: str, **about: Unpack[Bounds]) -> Judgement:
         """Judge a value against bounds that the test derives: expected, at_most or at_least."""
-        bounds = {"expected": expected, "at_most": at_most, "at_least": at_least}
-        return self._report(id, value, unit, about, better="derived", **bounds)
+        return self._report(id, value, unit, "derived", about)
 
     def exact(self, id: str, value: Value, unit: str, **about: Unpack[About]) -> Judgement:
         """Judge a value against the reviewed one: any difference is red."""
-        return self._report(id, value, unit, about, better="exact")
+        return self._report(id, value, unit, "exact", about)
 
-    def cost(
-        self,
-        id: str,
-        value: float | None,
-        unit: str,
-        *,
-        better: str = "lower",
-        tolerance: float = 0.0,
-        at_most: float | None = None,
-        at_least: float | None = None,
-        **about: Unpack[About],
-    ) -> Judgement:
+    def cost(self, id: str, value: float | None, unit: str, **about: Unpack[Cost]) -> Judgement:
         """Judge a number that may be worse than the reviewed one by `tolerance`, and not beyond a bound of the test.
 
-        better: "lower" or "higher".
         Raises InfraError if the machine's state invalidates measured costs.
         """
-        bounds = {"at_most": at_most, "at_least": at_least}
-        return self._report(id, value, unit, about, better=better, tolerance=tolerance, **bounds)
+        return self._report(id, value, unit, about.pop("better", "lower"), about)
 
-    def timed(
-        self,
-        id: str,
-        timing: Interval,
-        unit: str,
-        *,
-        better: str = "lower",
-        tolerance: float = 0.0,
-        at_most: float | None = None,
-        at_least: float | None = None,
-        **about: Unpack[About],
-    ) -> Judgement:
+    def timed(self, id: str, timing: Interval, unit: str, **about: Unpack[Cost]) -> Judgement:
         """As `cost`, of a median with its interval. A timing that is a Report is its own `seen`; its series is kept."""
         about.setdefault("seen", timing)  # type: ignore[typeddict-item]
         about.setdefault("series", getattr(timing, "series", {}))
-        fields = {"better": better, "tolerance": tolerance, "at_most": at_most, "at_least": at_least}
-        interval = (timing.low, timing.high)
-        return self._report(id, timing.median, unit, about, interval=interval, **fields)
+        better, interval = about.pop("better", "lower"), (timing.low, timing.high)
+        return self._report(id, timing.median, unit, better, about, interval=interval)
 
-    def calibration(
-        self,
-        id: str,
-        value: float,
-        unit: str,
-        *,
-        at_most: float | None = None,
-        **about: Unpack[About],
-    ) -> Judgement:
+    def calibration(self, id: str, value: float, unit: str, **about: Unpack[Bounds]) -> Judgement:
         """Report a property of the host as `calibration/<bound>/<metric>`, before the times that it bounds.
 
         at_most: what no such host can reach; an instrument that reads more is broken. Nothing else makes it red.
@@ -268,97 +217,12 @@ class RowRecorder:
         if not id.startswith(CALIBRATION):
             raise RowError(f"row {id!r}: the id of a calibration must start with {CALIBRATION!r}")
         self._item.config.stash.setdefault(CALIBRATIONS, {})[id] = value
-        return self._report(id, value, unit, about, better="derived", at_least=0.0, at_most=at_most)
+        about["at_least"] = 0.0
+        return self._report(id, value, unit, "derived", about)
 
     def code(self, id: str, counts: str, **about: Unpack[About]) -> Judgement:
-        """Judge the counts of a compiled kernel (bumpgate.core.code.text) against the reviewed ones for this triton."""
-        return self._report(id, counts, "counts", about, better="code")
-
-    def _report(self, id: str, value: Value, unit: str, about: About, **fields: Any) -> Judgement:
-        """Judge a row whose witness, evidence and instruments come from `seen`; record the judgement."""
-        fields |= about
-        seen = fields.pop("seen", None)
-        for name in ("evidence", "instruments"):
-            if isinstance(fields.get(name), str):
-                raise RowError(f"row {id!r}: {name} must be a list of strings, got {fields[name]!r}")
-        evidence, instruments = [*fields.pop("evidence", ())], [*fields.pop("instruments", ())]
-        if hasattr(seen, "witness"):
-            evidence += seen.evidence()
-            instruments += seen.instruments
-            witness = seen.witness
-        elif isinstance(seen, Sized) and not isinstance(seen, str):
-            witness = len(seen)
-        elif seen is None:
-            raise RowError(
-                f"row {id!r}: seen is missing: a report, a number or the items that the check covered"
-            )
-        else:
-            witness = seen
-        if fields.get("at_most") is not None and is_wall_clock(id, unit) and has_neighbours(self._item):
-            raise RowError(
-                f"row {id!r}: at_most limits seconds of wall time next to other workers: measure CPU seconds "
-                "(an id with cpu_seconds), or request the fixture exclusive_machine"
-            )
-        state = self._item.stash.get(MACHINE_STATE, None)
-        if state and fields["better"] in ("lower", "higher"):
-            evidence += state()
-        fields["expected"] = _printable(fields.get("expected"))
-        measured = fields.pop("measured", None)
-        fields["series"] = {name: tuple(points) for name, points in (fields.get("series") or {}).items()}
-        return self._record(
-            Row(
-                id,
-                _printable(value),
-                unit,
-                witness,
-                fields.pop("rule", "") or self._no_rule(),
-                evidence=tuple(printable(str(e)) for e in (*self.context, *evidence)),
-                instruments=tuple(dict.fromkeys((*instruments, *self._item.stash.get(INSTRUMENTS, ())))),
-                test=self._item.nodeid,
-                place=self._place(),
-                **fields,
-            ),
-            measured,
-        )
-
-    def _record(self, row: Row, measured: Mapping[str, float] | None = None) -> Judgement:
-        """Judge a row, and attach the judgement to the reports of its test."""
-        if self.ended:  # no report of its test would carry it
-            raise RowError(f"row {row.id!r}: reported after {self._item.nodeid} had ended")
-        if row.id in self._reported:
-            raise RowError(f"row {row.id!r}: already reported by {self._reported[row.id]}")
-        self._reported[row.id] = self._item.nodeid
-        judgement = judge(row, self._baseline, failed_instruments=self._unproved(row), build=versions())
-        if not compared_between_sides():
-            host = {"cpu": cpu_model(), "cores": host_cores()}
-            measured = measured or self._item.config.stash.get(CALIBRATIONS, {})
-            judgement = hosts.on_this_host(judgement, self._baseline, host, measured)
-        judgement = accepted.apply(judgement, self._baseline, self._acceptances, accepted.today())
-        self._item.user_properties.append((ROW_PROPERTY, json.dumps(judgement.to_json())))
-        self._unreported.append(judgement)
-        return judgement
-
-    def _unproved(self, row: Row) -> dict[str, str]:
-        """Return why instruments of a row are not proved, by name: the canary failed or never ran."""
-        results = self._item.config.stash.get(CANARY_RESULTS, {})
-        reasons = {
-            name: results.get(name, "its canary never ran in this process") for name in row.instruments
-        }
-        return {name: reason for name, reason in reasons.items() if reason}
-
-    def _no_rule(self) -> str:
-        """Return the rule of a row that names none; "", which a row rejects, if the repository has a file of rules."""
-        return "" if (self._item.config.rootpath / rules.FILE).is_file() else NO_RULE
-
-    def _place(self) -> str:
-        """Return where the test file reports a row, as "path:line"; for a helper elsewhere, the line of the test."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code.co_filename == str(self._item.path):
-                return f"{self._item.nodeid.split('::')[0]}:{frame.f_lineno}"
-            frame = frame.f_back
-        file, line, _ = self._item.location
-        return f"{file}:{(line or 0) + 1}"
+        """Judge the counts of a compiled kernel (bumpgate.core.kernel_code) against the review of this triton."""
+        return self._report(id, counts, "counts", "code", about)
 
     def defect(
         self, id: str, present: bool, *, known_in: str, reason: str, witness: int = 0, **about: Unpack[About]
@@ -374,9 +238,8 @@ class RowRecorder:
             raise RowError(f"row {id!r}: present must be True or False, got {present!r}")
         try:
             requirement = Requirement(known_in)
-            installed = (
-                versions()["torch"] if requirement.name == "torch" else metadata.version(requirement.name)
-            )
+            of_torch = requirement.name == "torch"
+            installed = versions()["torch"] if of_torch else metadata.version(requirement.name)
             version = Version(str(installed))
         except (InvalidRequirement, InvalidVersion, metadata.PackageNotFoundError) as error:
             raise RowError(f"row {id!r}: known_in {known_in!r}: {one_line(error)}") from None
@@ -385,7 +248,7 @@ class RowRecorder:
         about["evidence"] = (known, *about.get("evidence", ()))
         about.setdefault("seen", witness)
         at_most = int(requirement.specifier.contains(public))
-        return self._report(id, int(present), "present", about, better="defect", at_most=at_most)
+        return self._report(id, int(present), "present", "defect", about, at_most=at_most)
 
     def not_run(self, ids: Iterable[str], reason: str, *, excused: bool = False) -> None:
         """List rows that this machine or environment cannot measure as NOT RUN, with the reason.
@@ -406,8 +269,85 @@ class RowRecorder:
         red = [j for j in self._unreported if j.red]
         self._unreported.clear()
         if red:
-            self.failure = pytest.fail.Exception("\n".join(_explain(j) for j in red), pytrace=False)
+            self.failure = pytest.fail.Exception("\n".join(map(_explain, red)), pytrace=False)
             raise self.failure
+
+    def _report(
+        self, id: str, value: Value, unit: str, better: str, about: About, **fields: Any
+    ) -> Judgement:
+        """Judge a row whose witness, evidence and instruments come from `seen`, and attach it to the test's reports."""
+        fields |= about
+        seen, measured = fields.pop("seen", None), fields.pop("measured", None)
+        for name in ("evidence", "instruments"):
+            if isinstance(fields.get(name), str):
+                raise RowError(f"row {id!r}: {name} must be a list of strings, got {fields[name]!r}")
+        evidence, instruments = [*fields.pop("evidence", ())], [*fields.pop("instruments", ())]
+        if hasattr(seen, "witness"):
+            evidence += seen.evidence()
+            instruments += seen.instruments
+            seen = seen.witness
+        elif isinstance(seen, Sized) and not isinstance(seen, str):
+            seen = len(seen)
+        elif seen is None:
+            fix = "a report, a number or the items that the check covered"
+            raise RowError(f"row {id!r}: seen is missing: {fix}")
+        if fields.get("at_most") is not None and is_wall_clock(id, unit) and has_neighbours(self._item):
+            raise RowError(
+                f"row {id!r}: at_most limits seconds of wall time next to other workers: measure CPU seconds "
+                "(an id with cpu_seconds), or request the fixture exclusive_machine"
+            )
+        state = self._item.stash.get(MACHINE_STATE, None)
+        if state and better in ("lower", "higher"):
+            evidence += state()
+        fields["expected"] = _printable(fields.get("expected"))
+        fields["series"] = {name: tuple(points) for name, points in (fields.get("series") or {}).items()}
+        row = Row(
+            id,
+            _printable(value),
+            unit,
+            seen,
+            fields.pop("rule", "") or self._no_rule(),
+            better=better,
+            evidence=tuple(printable(str(e)) for e in evidence),
+            instruments=tuple(dict.fromkeys((*instruments, *self._item.stash.get(INSTRUMENTS, ())))),
+            test=self._item.nodeid,
+            place=self._place(),
+            **fields,
+        )
+        if self.ended:  # no report of its test would carry it
+            raise RowError(f"row {id!r}: reported after {self._item.nodeid} had ended")
+        if id in self._reported:
+            raise RowError(f"row {id!r}: already reported by {self._reported[id]}")
+        self._reported[id] = self._item.nodeid
+        judgement = self._judge(row, measured)
+        self._item.user_properties.append((ROW_PROPERTY, json.dumps(judgement.to_json())))
+        self._unreported.append(judgement)
+        return judgement
+
+    def _judge(self, row: Row, measured: Mapping[str, float] | None) -> Judgement:
+        results = self._item.config.stash.get(CANARY_RESULTS, {})
+        why = {name: results.get(name, "its canary never ran in this process") for name in row.instruments}
+        unproved = {name: reason for name, reason in why.items() if reason}
+        judgement = judge(row, self._baseline, failed_instruments=unproved, build=versions())
+        if not compared_between_sides():
+            host = {"cpu": cpu_model(), "cores": host_cores()}
+            measured = measured or self._item.config.stash.get(CALIBRATIONS, {})
+            judgement = hosts.on_this_host(judgement, self._baseline, host, measured)
+        return accepted.apply(judgement, self._baseline, self._acceptances, accepted.today())
+
+    def _no_rule(self) -> str:
+        """Return the rule of a row that names none; "", which a row rejects, if the repository has a file of rules."""
+        return "" if (self._item.config.rootpath / rules.FILE).is_file() else NO_RULE
+
+    def _place(self) -> str:
+        """Return where the test file reports a row, as "path:line"; for a helper elsewhere, the line of the test."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_filename == str(self._item.path):
+                return f"{self._item.nodeid.split('::')[0]}:{frame.f_lineno}"
+            frame = frame.f_back
+        file, line, _ = self._item.location
+        return f"{file}:{(line or 0) + 1}"
 
 
 def is_wall_clock(id: str, unit: str) -> bool:
@@ -513,24 +453,28 @@ def recorder_of(item: pytest.Item, lane: str) -> RowRecorder:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Fail the test's call phase, not its teardown, for a red row. The test's own exception takes precedence."""
     result = yield
+    report_benchmark(item)
     recorder = item.stash.get(RECORDER, None)
     if recorder is not None:
         recorder.fail_if_red()
     return result
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Mark the report of a test that failed for its red rows alone, or that a machine fault stopped.
+def report_benchmark(item: pytest.Item) -> None:
+    """Report the median of pytest-benchmark's fixture as a row, which a gate measures in paired sessions.
 
-    The rows of the latter are INFRA and not MISSING.
+    Under --gate a benchmark that is switched off fails the test.
     """
-    error = call.excinfo.value if call.excinfo else None
-    recorder = item.stash.get(RECORDER, None)
-    if recorder and call.when == "teardown":
-        recorder.ended = True
-    if error and recorder and error is recorder.failure:
-        item.user_properties.append((RED_PROPERTY, call.when))
-    machine = isinstance(error, (InfraError, MemoryError))
-    if machine or (isinstance(error, OSError) and error.errno in MACHINE_FAULTS):
-        item.user_properties.append((INFRA_PROPERTY, one_line(f"{type(error).__name__}: {error}")))
+    lane = lane_of(item)
+    fixture: Any = getattr(item, "funcargs", {}).get("benchmark")
+    if lane is None or fixture is None:
+        return
+    if getattr(fixture, "disabled", False) and item.config.option.gate:
+        why = "pytest-benchmark is disabled (by xdist or an option) under --gate: run with -n 0"
+        pytest.fail(why, pytrace=False)
+    stats = getattr(getattr(fixture, "stats", None), "stats", None)
+    if stats:
+        spread = f"{stats.rounds} rounds from {stats.min:.3g} to {stats.max:.3g} s"
+        id = f"benchmark/{outcomes.case(item.nodeid)}/median_seconds"
+        row = recorder_of(item, lane)
+        row.cost(id, float(stats.median), "s", seen=stats.rounds, evidence=[spread], paired=True)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from bumpgate.core.lanes import Lane, how_to_declare
-from bumpgate.plugin.lanes import GREEN, chosen_lane, lane_of, lanes_of, named_lanes
+from bumpgate.plugin.lanes import GREEN, chosen_lane, lane_of, lanes_of, markers, named_lanes
 from bumpgate.process.gpu_shares import keep_to_cores, visible
 from bumpgate.process.host import OWN_VARIABLES, cores, cpu_workers
+
+if TYPE_CHECKING:
+    from bumpgate.plugin.selection import Selection
 
 # Each worker of the H200 lane holds a context and its last test's memory on the GPU. One of them waits for the others
 # to finish, and then runs the timed tests.
@@ -29,37 +32,25 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(hooks)
 
 
+OPTIONS = {
+    "--gate": ("", "a skip, an xpass, a deselected lane test, or a part of the lane is red too"),
+    "--part": ("", "this run is intended to cover a part of its lane: --gate does not report that as red"),
+    "--affected": (
+        "BASE",
+        "only the tests that depend on a file changed since the commit BASE; a part of the lane",
+    ),
+    "--fast": ("", "no test that is long or cold, or needs the machine to itself; a part of the lane"),
+    "--launcher": ("COMMAND", "launcher that suites/launch checks (default: ours)"),
+    # With "=", not a space: until pytest has read pyproject.toml it treats an existing file as a test path.
+    "--record": ("PATH", "--record=PATH: output path of the rows (default: record.json)"),
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("bumpgate")
-    group.addoption(
-        "--gate",
-        action="store_true",
-        help="a skip, an xpass, a deselected lane test, or a part of the lane is red too",
-    )
-    group.addoption(
-        "--part",
-        action="store_true",
-        help="this run is intended to cover a part of its lane: --gate does not report that as red",
-    )
-    group.addoption(
-        "--affected",
-        metavar="BASE",
-        help="only the tests that depend on a file changed since the commit BASE; a part of the lane",
-    )
-    group.addoption(
-        "--fast",
-        action="store_true",
-        help="no test that is long or cold, or needs the machine to itself; a part of the lane",
-    )
-    group.addoption(
-        "--launcher",
-        metavar="COMMAND",
-        help="launcher that suites/launch checks (default: ours)",
-    )
-    # With "=", not a space: until pytest has read pyproject.toml it treats an existing file as a test path.
-    group.addoption(
-        "--record", metavar="PATH", help="--record=PATH: output path of the rows (default: record.json)"
-    )
+    for name, (metavar, text) in OPTIONS.items():
+        kind = {"metavar": metavar} if metavar else {"action": "store_true"}
+        group.addoption(name, help=text, **kind)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -67,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from bumpgate.plugin import fixtures
 
     _register(config, fixtures, "bumpgate-fixtures")
-    _register(config, _LaneRun(), "bumpgate-lane")
+    _register(config, _LaneHooks(), "bumpgate-lane")
     record, parameters = config.option.record, config.invocation_params
     if not (record or config.option.launcher) or hasattr(config, "workerinput"):
         return
@@ -108,17 +99,15 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
 
 def _foreign_variables() -> str | None:
     """Return a line on variables that bumpgate sets for its runs, if bumpgate did not start this one; else None."""
-    found = [name for name in OWN_VARIABLES if name in os.environ]
-    if not found:
-        return None
     from bumpgate.plugin.judge import started_by_bumpgate
 
-    if started_by_bumpgate():
+    found = [name for name in OWN_VARIABLES if name in os.environ]
+    if not found or started_by_bumpgate():
         return None
     return f"{' and '.join(found)} in the environment: only bumpgate sets them, for runs that it starts; unset them"
 
 
-class _LaneRun:
+class _LaneHooks:
     """Hooks of a lane run, in a repository with lanes. An error is one line and exit code 4."""
 
     @pytest.hookimpl(trylast=True)  # after the plugins that declare markers
@@ -132,68 +121,84 @@ class _LaneRun:
             raise pytest.UsageError(
                 "PYTHONOPTIMIZE or -O removes the checks that are assert statements: leave it out"
             )
-        if not hasattr(config, "workerinput") and (fault := _foreign_variables()):
+        controller = not hasattr(config, "workerinput")
+        if controller and (fault := _foreign_variables()):
             raise pytest.UsageError(fault)
-        from bumpgate.core.baseline import BaselineError
-        from bumpgate.plugin import benchmark, proof, rows, scheduling, sharing
-        from bumpgate.plugin.devices import detect
-        from bumpgate.plugin.progress import Progress
+        from bumpgate.plugin import reports, rows, scheduling, sharing
         from bumpgate.plugin.selection import Selection
-        from bumpgate.plugin.session import LaneSession
 
-        config.addinivalue_line("markers", "long(seconds): starts before tests that take less time")
-        declared = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
-        for lane in lanes_of(config).values():
-            if lane.name not in declared:
-                described = lane.description or f"a lane of bumpgate ({lane.device})"
-                config.addinivalue_line("markers", f"{lane.name}: {described}")
+        _declare_markers(config)
         name = chosen_lane(config)
         if config.option.fast and not name:
             raise pytest.UsageError(f"--fast is a part of a lane: add -m {' | '.join(lanes_of(config))}")
         selection = Selection(config, name)
         _register(config, selection, "bumpgate-selection")
-        _register(
-            config, benchmark, "bumpgate-benchmark"
-        )  # inside the hook of the rows, which fails red ones
         _register(config, rows, "bumpgate-rows")
-        _register(config, proof, "bumpgate-proof")
+        _register(config, reports, "bumpgate-reports")
         if name:
             _register(config, sharing, "bumpgate-sharing")
             _register(config, scheduling, "bumpgate-scheduling")
             _register(config, Unmarked(lanes_of(config)[name]), "bumpgate-unmarked")
+            if hasattr(config.option, "dist"):  # of xdist
+                from bumpgate.plugin import assignment
+
+                _register(config, assignment, "bumpgate-assignment")
         if config.option.affected:
             from bumpgate.plugin.affected import Affected
 
             _register(config, Affected(config, config.option.affected), "bumpgate-affected")
-        if hasattr(config, "workerinput"):
-            return  # the controller has checked everything once
-        fault = cache_fault() or (detect(lanes_of(config)[name]) if name else None)
-        if fault:
-            raise pytest.UsageError(fault)
-        cut = config.invocation_params.dir / (config.known_args_namespace.confcutdir or config.rootpath)
-        skips = config.rootpath in cut.parents and (config.rootpath / "conftest.py").is_file()
-        if config.option.gate and (config.option.noconftest or skips):
-            option = "--noconftest" if config.option.noconftest else f"--confcutdir={cut}"
-            raise pytest.UsageError(
-                f"{option} skips the conftest that prepares a lane: leave it out, or leave out --gate"
-            )
-        if config.option.gate and config.option.collectonly:
-            raise pytest.UsageError("--collect-only measures nothing: leave it out, or leave out --gate")
-        for option in ("--setup-plan", "--setup-only"):
-            if config.option.gate and getattr(config.option, option[2:].replace("-", ""), False):
-                raise pytest.UsageError(f"{option} runs no test: leave it out, or leave out --gate")
-        if config.option.gate:
-            os.environ["BUMPGATE_GATE"] = "1"  # nothing that a gate starts may rewrite a baseline
-        if name and not config.option.collectonly:
-            try:
-                baseline = rows.lane_baseline(rows.baseline_path(config, name), name)
-                session = LaneSession(config, baseline, selection)
-            except BaselineError as error:
-                raise pytest.UsageError(str(error)) from None
-            _register(config, session, "bumpgate-session")
-            if getattr(config.option, "verbose", 0) == 0:  # -p no:terminal removes the option
-                progress = Progress(config, name, session.judgements)
-                config.pluginmanager.register(progress, "bumpgate-progress")
+        if controller:
+            _check(config, name)
+            if name and not config.option.collectonly:
+                _register_session(config, name, selection)
+
+
+def _declare_markers(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long(seconds): starts before tests that take less time")
+    declared = markers(config)
+    for lane in lanes_of(config).values():
+        if lane.name not in declared:
+            described = lane.description or f"a lane of bumpgate ({lane.device})"
+            config.addinivalue_line("markers", f"{lane.name}: {described}")
+
+
+def _check(config: pytest.Config, name: str | None) -> None:
+    """Check the machine, and under --gate the options. The workers rely on it."""
+    from bumpgate.plugin.devices import detect
+
+    if fault := cache_fault() or (detect(lanes_of(config)[name]) if name else None):
+        raise pytest.UsageError(fault)
+    if not config.option.gate:
+        return
+    os.environ["BUMPGATE_GATE"] = "1"  # nothing that a gate starts may rewrite a baseline
+    cut = config.invocation_params.dir / (config.known_args_namespace.confcutdir or config.rootpath)
+    skips = config.rootpath in cut.parents and (config.rootpath / "conftest.py").is_file()
+    no_conftest = "skips the conftest that prepares a lane"
+    for option, given, why in (
+        ("--noconftest", config.option.noconftest, no_conftest),
+        (f"--confcutdir={cut}", skips, no_conftest),
+        ("--collect-only", config.option.collectonly, "measures nothing"),
+        ("--setup-plan", getattr(config.option, "setupplan", False), "runs no test"),
+        ("--setup-only", getattr(config.option, "setuponly", False), "runs no test"),
+    ):
+        if given:
+            raise pytest.UsageError(f"{option} {why}: leave it out, or leave out --gate")
+
+
+def _register_session(config: pytest.Config, name: str, selection: Selection) -> None:
+    from bumpgate.core.baseline import BaselineError
+    from bumpgate.plugin import rows
+    from bumpgate.plugin.progress import Progress
+    from bumpgate.plugin.session import LaneSession
+
+    try:
+        session = LaneSession(config, rows.lane_baseline(rows.baseline_path(config, name), name), selection)
+    except BaselineError as error:
+        raise pytest.UsageError(str(error)) from None
+    _register(config, session, "bumpgate-session")
+    if getattr(config.option, "verbose", 0) == 0:  # -p no:terminal removes the option
+        progress = Progress(config, name, session.run.judgements)
+        config.pluginmanager.register(progress, "bumpgate-progress")
 
 
 class Unmarked:
@@ -239,18 +244,12 @@ def cache_fault() -> str | None:
 
     Checked by writing a file: mode bits do not apply to root.
     """
-    faults = map(_folder_fault, ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"))
-    return next((fault for fault in faults if fault), None)
-
-
-def _folder_fault(variable: str) -> str | None:
-    name = os.environ.get(variable)
-    if not name:
-        return None
-    try:
-        Path(name).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=name) as probe:
-            probe.write(b"0")
-    except OSError as error:
-        return f"{variable}={name}: {error.strerror}; unset it or name a writable directory"
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        if name := os.environ.get(variable):
+            try:
+                Path(name).mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=name) as probe:
+                    probe.write(b"0")
+            except OSError as error:
+                return f"{variable}={name}: {error.strerror}; unset it or name a writable directory"
     return None

@@ -1,22 +1,24 @@
-"""Order of a lane's tests, and their assignment to workers of xdist: one at a time, the longest first.
+"""Order of a lane's tests, and which of them one worker of xdist runs.
 
 A test marked `long(seconds)` starts before shorter ones, so that no worker is still in it when the others have
 finished; a single worker runs it after them, so that most rows are measured early. A test that needs the machine to
 itself comes last, and one worker runs all of them, or one for each GPU: in between, it would wait for all others to
-end, and they for it. Tests that use a fixture of module scope go to one worker, which makes it once. `--dist` selects
-one of xdist's own schedulers instead.
+end, and they for it. Tests that use a fixture of module scope go to one worker, which makes it once.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-from typing import Any
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from bumpgate.plugin.lanes import chosen_lane, lanes_of
-from bumpgate.plugin.units import ALONE
-from bumpgate.process.gpu_shares import visible
+# Fixtures that give a test the machine to itself.
+ALONE = frozenset({"exclusive_machine", "benchmark"})
+ALONE_UNIT = "alone"
 
 
 def alone(item: pytest.Item) -> bool:
@@ -59,15 +61,56 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=turn)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
-    if config.option.dist != "load":
-        return None
-    if not hasattr(config.option, "loadscopereorder"):
-        found = importlib.metadata.version("pytest-xdist")
-        why = f"pytest-xdist {found} changes the order of the tests: pip install 'pytest-xdist>=3.8', or -n 0"
-        raise pytest.UsageError(why)
-    from bumpgate.plugin.assignment import TestByTest
+class Function(NamedTuple):
+    """A test or fixture. arguments: names of its arguments. shared: whether it is a fixture of module scope."""
 
-    name = chosen_lane(config)
-    return TestByTest(config, log, len(visible(lanes_of(config)[name].count)) if name else 1)
+    arguments: frozenset[str]
+    shared: bool
+
+
+@cache
+def functions(file: Path) -> dict[str, Function]:
+    """Return the functions of a file by name. Parsed from the text: the process that assigns tests imports none."""
+    if file.suffix != ".py" or not file.is_file():  # a test may be of a text file
+        return {}
+    nodes = ast.walk(ast.parse(file.read_bytes()))
+    found = (n for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    return {f.name: Function(frozenset(a.arg for a in f.args.args), _shared(f)) for f in found}
+
+
+def _shared(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    calls = (decorator for decorator in function.decorator_list if isinstance(decorator, ast.Call))
+    values = (word.value for call in calls for word in call.keywords if word.arg == "scope")
+    return any(isinstance(value, ast.Constant) and value.value == "module" for value in values)
+
+
+@cache
+def unit(root: Path, nodeid: str) -> str:
+    """Return the name of what one worker runs: "alone", a module, or a single test.
+
+    Fixtures are those that a test names as arguments, and theirs, in its file and the conftest files above it.
+    """
+    file, _, test = nodeid.partition("::")
+    names = [test.partition("[")[0].rpartition("::")[2]]
+    seen: set[str] = set()
+    shared = False
+    while names:
+        name = names.pop()
+        if name in ALONE:
+            return ALONE_UNIT
+        if name not in seen:
+            seen.add(name)
+            for function in _definitions(root / file, root, name):
+                shared |= function.shared
+                names += function.arguments
+    return file if shared else nodeid
+
+
+def _definitions(file: Path, root: Path, name: str) -> Iterator[Function]:
+    return (found[name] for place in _places(file, root) if name in (found := functions(place)))
+
+
+@cache
+def _places(file: Path, root: Path) -> list[Path]:
+    """Return a test file and the conftest files that apply to it."""
+    return [file, *(folder / "conftest.py" for folder in file.parents if folder.is_relative_to(root))]

@@ -23,6 +23,9 @@ tolerances = st.sampled_from([0.0, 0.125, 0.5, 2.0])
 directions = st.sampled_from(["lower", "higher"])
 
 
+BUILD = {"torch": "2.13.0", "triton": None}
+
+
 def measured(value: object, better: str = "lower", **changes: object) -> Row:
     fields: dict[str, object] = {"unit": "s", "witness": 1, "rule": "C37", "better": better}
     return Row("a/b/c", value, **fields | changes)  # type: ignore[arg-type]
@@ -30,7 +33,7 @@ def measured(value: object, better: str = "lower", **changes: object) -> Row:
 
 def reviewed(value: object, better: str = "lower", tolerance: float = 0.0, **changes: object) -> Baseline:
     row = Reviewed(value, "s", better, tolerance, **changes)  # type: ignore[arg-type]
-    return Baseline("cpu", {"torch": "2.13.0", "triton": None}, {"a/b/c": row})
+    return Baseline("cpu", BUILD, {"a/b/c": row})
 
 
 def verdict(row: Row, baseline: Baseline) -> Verdict:
@@ -38,14 +41,9 @@ def verdict(row: Row, baseline: Baseline) -> Verdict:
 
 
 @FIXED
-@given(numbers, tolerances, directions)
+@given(numbers | st.integers(2**53, 2**80), tolerances | st.floats(0, 1), directions)
 def test_reviewed_value_passes(value: float, tolerance: float, better: str) -> None:
-    assert verdict(measured(value, better), reviewed(value, better, tolerance)) is Verdict.PASS
-
-
-@FIXED
-@given(st.integers(2**53, 2**80), st.floats(0, 1), directions)
-def test_reviewed_value_beyond_float_precision_passes(value: int, tolerance: float, better: str) -> None:
+    """Also an integer that no float holds."""
     assert verdict(measured(value, better), reviewed(value, better, tolerance)) is Verdict.PASS
 
 
@@ -106,26 +104,34 @@ def test_wider_interval_is_never_more_certain(
         assert narrow in (Verdict.REGRESSION, Verdict.INCONCLUSIVE), "noise must not make a worse value pass"
 
 
-# Baseline 100, tolerance 10 %: the limit is 110, and an interval wider than 20 is inconclusive.
+# Tolerance 10 %: of 100 the limit is 110, and an interval wider than 20 is inconclusive.
 @pytest.mark.parametrize(
-    ("value", "interval", "expected"),
+    ("value", "interval", "expected", "base"),
     [
-        (110, None, Verdict.PASS),
-        (110.5, None, Verdict.REGRESSION),
-        (90, None, Verdict.PASS),
-        (89.5, None, Verdict.WIN),
-        (115, (111, 119), Verdict.REGRESSION),
-        (112, (108, 116), Verdict.INCONCLUSIVE),
-        (108, (104, 112), Verdict.PASS),
-        (108, (95, 121), Verdict.INCONCLUSIVE),
-        (100, (70, 110), Verdict.PASS),
-        (85, (80, 89), Verdict.WIN),
-        (85, (80, 95), Verdict.PASS),
-        (100, (-math.inf, math.inf), Verdict.INCONCLUSIVE),
+        (110, None, Verdict.PASS, 100),
+        (110.5, None, Verdict.REGRESSION, 100),
+        (90, None, Verdict.PASS, 100),
+        (89.5, None, Verdict.WIN, 100),
+        (115, (111, 119), Verdict.REGRESSION, 100),
+        (112, (108, 116), Verdict.INCONCLUSIVE, 100),
+        (108, (104, 112), Verdict.PASS, 100),
+        (108, (95, 121), Verdict.INCONCLUSIVE, 100),
+        (100, (70, 110), Verdict.PASS, 100),
+        (85, (80, 89), Verdict.WIN, 100),
+        (85, (80, 95), Verdict.PASS, 100),
+        (100, (-math.inf, math.inf), Verdict.INCONCLUSIVE, 100),
+        (0, None, Verdict.PASS, 0),
+        (1, None, Verdict.REGRESSION, 0),
+        (-1, None, Verdict.WIN, 0),
+        (-95, None, Verdict.PASS, -100),
+        (-85, None, Verdict.REGRESSION, -100),
+        (-115, None, Verdict.WIN, -100),
     ],
 )
-def test_verdict_of_timed_rows(value: float, interval: tuple[float, float] | None, expected: Verdict) -> None:
-    assert verdict(measured(value, interval=interval), reviewed(100, tolerance=0.1)) is expected
+def test_verdict_of_ordered_rows(
+    value: float, interval: tuple[float, float] | None, expected: Verdict, base: float
+) -> None:
+    assert verdict(measured(value, interval=interval), reviewed(base, tolerance=0.1)) is expected
 
 
 def test_reason_of_a_timed_row_names_limit_and_interval() -> None:
@@ -133,21 +139,6 @@ def test_reason_of_a_timed_row_names_limit_and_interval() -> None:
     found = judge(row, reviewed(100, tolerance=0.1), failed_instruments={})
     assert found.reason.startswith("reviewed 100, limit 110, measured 115.0 ")
     assert found.reason.endswith(" in [111, 119.5]")
-
-
-@pytest.mark.parametrize(
-    ("base", "value", "expected"),
-    [
-        (0, 0, Verdict.PASS),
-        (0, 1, Verdict.REGRESSION),
-        (0, -1, Verdict.WIN),
-        (-100, -95, Verdict.PASS),
-        (-100, -85, Verdict.REGRESSION),
-        (-100, -115, Verdict.WIN),
-    ],
-)
-def test_relative_tolerance_with_zero_and_negative_base(base: int, value: int, expected: Verdict) -> None:
-    assert verdict(measured(value), reviewed(base, tolerance=0.1)) is expected
 
 
 VALUES = [0, 1, 13, 13.5, -1, True, False, "", "1", "abc", "13"]
@@ -164,21 +155,12 @@ def test_exact_row_passes_only_on_equal_value_and_type(old: object) -> None:
 def test_per_build_value_is_judged_only_under_its_build() -> None:
     row = measured("abc", "exact", per_build=True)
     baseline = reviewed("xyz", "exact", per_build=True)
-    for build, red in (
-        ({"torch": "2.13.0", "triton": None}, True),
-        ({"torch": "2.14.0", "triton": None}, False),
-        ({"torch": "2.13.0", "triton": "3.7"}, False),
-        (None, True),
-    ):
+    other = {"torch": "2.14.0", "triton": None}
+    for build, red in ((BUILD, True), (other, False), (BUILD | {"triton": "3.7"}, False), (None, True)):
         judgement = judge(row, baseline, failed_instruments={}, build=build)
         assert (judgement.verdict, judgement.red) == (Verdict.CHANGED, red)
-    plain = judge(
-        replace(row, per_build=False),
-        reviewed("xyz", "exact"),
-        failed_instruments={},
-        build={"torch": "2.14.0", "triton": None},
-    )
-    assert plain.red
+    plain = replace(row, per_build=False)
+    assert judge(plain, reviewed("xyz", "exact"), failed_instruments={}, build=other).red
 
 
 @pytest.mark.parametrize(
@@ -248,11 +230,8 @@ def test_bound_within_the_interval_does_not_decide(
     )
 
 
-def test_derived_row_is_judged_only_by_its_derivation() -> None:
+def test_tolerance_comes_from_the_review_and_not_a_derived_bound() -> None:
     assert verdict(measured(12, "derived", expected=12), reviewed(13, "derived")) is Verdict.PASS
-
-
-def test_tolerance_comes_from_the_review() -> None:
     assert verdict(measured(2.0, tolerance=9.0), reviewed(1.0, tolerance=0.1)) is Verdict.REGRESSION
     assert verdict(measured(1.05, tolerance=0.0), reviewed(1.0, tolerance=0.1)) is Verdict.PASS
 
@@ -267,6 +246,8 @@ reviewed_rows = st.one_of(
         st.floats(0, 0.99),
         st.text(),
         st.text(),
+        work=st.text(),
+        bound=st.text(),
     ),
     st.builds(
         Reviewed,
@@ -295,15 +276,7 @@ def test_baseline_round_trip(tmp_path_factory: pytest.TempPathFactory, rows: dic
     assert len(text.splitlines()) == (7 + len(rows) if rows else 6), "one row per line"
 
 
-GOOD = {
-    "value": 1,
-    "unit": "n",
-    "better": "exact",
-    "tolerance": 0.0,
-    "note": "",
-    "test": "",
-    "per_build": False,
-}
+GOOD = Reviewed(1, "n", "exact").to_json()
 
 
 @pytest.mark.parametrize(
@@ -389,6 +362,7 @@ def test_baseline_that_never_ends_is_refused(tmp_path: Path) -> None:
         ('"unit": "n",', '"unit": "n"', "line 9 column 4: not JSON (Expecting ',' delimiter)"),
         ('"rows": {', '"rows": {\n<<<<<<< HEAD', "line 6 column 1: not JSON"),
         ('"value": 1,', '"value": 1, "value": 1,', "duplicate key 'value'"),
+        ('"rows": {', f'"rows": {{"a/b/c": {json.dumps(GOOD)},', "duplicate key 'a/b/c'"),
         ('"value": 1,', '"value": NaN,', "NaN is not a valid baseline value"),
         ('"schema": 1', '"schema": 2', "not a baseline of schema 1"),
         ('"lane": "cpu"', '"lane": "h200"', "holds lane 'h200', not 'cpu'"),
@@ -407,14 +381,6 @@ def test_broken_baseline_error_has_place_and_fix(tmp_path: Path, old: str, new: 
     assert words in str(caught.value)
     assert "git checkout baselines/cpu.json" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_duplicate_baseline_row_is_refused(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    row = json.dumps(GOOD)
-    path.write_text(path.read_text().replace('"rows": {', f'"rows": {{"a/b/c": {row},', 1))
-    with pytest.raises(BaselineError, match="duplicate key 'a/b/c'"):
-        load(path, "cpu")
 
 
 @FIXED
@@ -455,11 +421,7 @@ def test_defect_row_is_judged_by_its_range(value: int, inside: bool, expected: V
     assert judgement.verdict is expected
     assert judgement.red is (expected is Verdict.REGRESSION)
     assert expected is Verdict.PASS or "known in torch==2.13.*, installed 2.14.1" in judgement.reason
-
-
-def test_unreviewed_defect_row_is_missing() -> None:
-    row = measured(1, "defect", at_most=1, evidence=("known in torch==2.13.*",))
-    assert verdict(row, Baseline("cpu")) is Verdict.MISSING
+    assert expected is Verdict.REGRESSION or verdict(row, Baseline("cpu")) is Verdict.MISSING
 
 
 @pytest.mark.parametrize("fields", [{}, {"at_most": 1}, {"at_most": 2, "evidence": ("x",)}])

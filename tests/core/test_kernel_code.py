@@ -54,9 +54,6 @@ def record(triton: str, *rows: Row) -> Record:
 )
 def test_worse_lists_worse_counts(changes: dict[str, int], expected: dict[str, str]) -> None:
     assert kernel_code.worse(COUNTS, COUNTS | changes) == expected
-
-
-def test_missing_count_is_worse() -> None:
     assert kernel_code.worse({"wgmma": 8}, {"registers": 9}) == {"wgmma": "8 -> not read"}
 
 
@@ -162,14 +159,16 @@ def test_review_of_another_test_leaves_a_kernel_expected() -> None:
     assert replace(both, rows=both.rows | {OTHER: moved}).unexpected("3.9.0") == set()
 
 
-def test_kernel_new_to_a_reviewed_version_is_not_reviewed() -> None:
-    found = judge(row(), two_kernels(), failed_instruments={}, build={"torch": None, "triton": "3.9.0"})
-    assert (found.verdict, found.reason.partition(":")[0]) == (
-        Verdict.MISSING,
-        "not reviewed with triton 3.9.0",
-    )
-    found = judge(row(), two_kernels(), failed_instruments={}, build={"torch": None, "triton": "3.10.0"})
-    assert found.verdict is Verdict.PASS
+@pytest.mark.parametrize(
+    ("triton", "verdict", "reason"),
+    [
+        ("3.9.0", Verdict.MISSING, "not reviewed with triton 3.9.0"),
+        ("3.10.0", Verdict.PASS, "triton 3.10.0 is not reviewed, compared with 3.7.1"),
+    ],
+)
+def test_kernel_new_to_a_reviewed_version_is_not_reviewed(triton: str, verdict: Verdict, reason: str) -> None:
+    found = judge(row(), two_kernels(), failed_instruments={}, build={"torch": None, "triton": triton})
+    assert (found.verdict, found.reason.partition(":")[0]) == (verdict, reason)
 
 
 def test_rebaseline_drops_the_value_of_one_version() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bumpgate.core.baseline import Baseline, Reviewed, load, save
 from suites.support.planted import planted
 from tests.support.project import Project
@@ -77,22 +75,3 @@ def test_times_of_another_machine_are_reviewed_with_its_calibrations(project: Pr
     assert done.code == 0, done.out + done.err
     rows = load(path, "cpu").rows
     assert (rows[RATE].value, rows[TIME].value, rows[TIME].bound) == (70e9, 1.5, "memory")
-
-
-LIMIT = """
-@lanes("cpu")
-@pytest.mark.parametrize("i", range(2))
-def test_limit(i, lane, row):
-    row.bound(f"compile/limit-{i}/NAME", 1.0, "s", seen=1, rule="C37", at_most=2)
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "workers", "refused"), [("seconds", 2, True), ("seconds", 0, False), ("cpu_seconds", 2, False)]
-)
-def test_limit_of_wall_time_next_to_other_workers_is_refused(
-    project: Project, name: str, workers: int, refused: bool
-) -> None:
-    project.tests(LIMIT.replace("NAME", name))
-    done = project.pytest("-m", "cpu", "-n", str(workers))
-    assert ("at_most limits seconds of wall time next to other workers" in done.out) is refused, done.out

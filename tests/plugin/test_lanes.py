@@ -15,6 +15,8 @@ from suites.support.child import ROOT
 from suites.support.lanes import LANES, lanes
 from tests.support.project import GOOD, Project, Result, counted
 
+GPU = "class cuda:\n    get_device_name, get_device_capability = lambda _: 'NVIDIA {}', lambda _: (9, 0)\n"
+
 
 def test_lane_tests_require_a_lane_and_self_tests_do_not(project: Project) -> None:
     project.tests(GOOD)
@@ -78,15 +80,9 @@ def test_lane_runs_only_with_its_device(project: Project) -> None:
     refuses(project.pytest("-m", "v6e"), "no torch_xla", "bumpgate lanes install v6e", "no libtpu")
     project.write("torch/__init__.py", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     refuses(project.pytest("-m", "h200"), "the probe ended with -11")
-    project.write(
-        "torch/__init__.py",
-        "class cuda:\n    get_device_name, get_device_capability = lambda _: 'NVIDIA H100', lambda _: (9, 0)\n",
-    )
+    project.write("torch/__init__.py", GPU.format("H100"))
     refuses(project.pytest("-m", "h200"), "the device is 'NVIDIA H100'")
-    project.write(
-        "torch/__init__.py",
-        "class cuda:\n    get_device_name, get_device_capability = lambda _: 'NVIDIA H200', lambda _: (9, 0)\n",
-    )
+    project.write("torch/__init__.py", GPU.format("H200"))
     assert project.pytest("-m", "h200", "-n", "0").code == 1
     assert project.verdicts() == {"good": "MISSING"}
     assert project.record().provenance["device"] == "NVIDIA H200"
@@ -149,10 +145,7 @@ def test_timed(i, worker_id, lane, exclusive_machine):
 def test_workers_of_a_lane_are_spread_over_the_gpus(project: Project, visible: str, gpus: int) -> None:
     """Timed tests run one at a time on each GPU, at the same time on different ones, and after all others."""
     project.tests(ON_GPUS.replace("GPUS", str(gpus)))
-    project.write(
-        "torch/__init__.py",
-        "class cuda:\n    get_device_name, get_device_capability = lambda _: 'NVIDIA H200', lambda _: (9, 0)\n",
-    )
+    project.write("torch/__init__.py", GPU.format("H200"))
     project.pytest("-m", "h200", "-n", "4", CUDA_VISIBLE_DEVICES=visible, TMPDIR=str(project.root))
     lines = [line.split() for line in (project.root / "log").read_text().splitlines()]
     assert len(lines) == 8 + 2 * 4, lines
@@ -160,10 +153,8 @@ def test_workers_of_a_lane_are_spread_over_the_gpus(project: Project, visible: s
     of_worker = {(worker, gpu) for _, gpu, worker in lines}
     assert all(gpu == visible.split(",")[int(worker[2:]) % gpus] for worker, gpu in of_worker)
     assert [what for what, _, _ in lines[:8]] == ["shared"] * 8
-    timed = {
-        gpu: [(what, worker) for what, its, worker in lines[8:] if its == gpu] for gpu in visible.split(",")
-    }
-    for found in timed.values():
+    for gpu in visible.split(","):
+        found = [(what, worker) for what, its, worker in lines[8:] if its == gpu]
         assert [what for what, _ in found] == ["begin", "end"] * (4 // gpus)
         assert len({worker for _, worker in found}) == 1
     if gpus == 2:
@@ -195,28 +186,13 @@ def test_timed(i, lane, exclusive_machine):
 def test_runs_that_fill_caches_share_a_gpu(project: Project, untimed: bool) -> None:
     """Two processes of a share with a timed test each: at once if nothing uses their times, else in turn."""
     project.tests(WAITING)
-    project.write(
-        "torch/__init__.py",
-        "class cuda:\n    get_device_name, get_device_capability = lambda _: 'NVIDIA H200', lambda _: (9, 0)\n",
-    )
+    project.write("torch/__init__.py", GPU.format("H200"))
     own = {PARENT: str(os.getpid()), "BUMPGATE_SHARE": "[]", **({"BUMPGATE_UNTIMED": "1"} if untimed else {})}
     place = {"CUDA_VISIBLE_DEVICES": "3", "TMPDIR": str(project.root)}
     test = "suites/compile/test_a.py::test_timed"
+    run = ("-m", "pytest", "-m", "h200", "-n", "0", "--part")
     running = [
-        project.start(
-            "-m",
-            "pytest",
-            "-m",
-            "h200",
-            "-n",
-            "0",
-            "--part",
-            f"--record=r{i}.json",
-            f"{test}[{i}-h200]",
-            **own,
-            **place,
-        )
-        for i in range(2)
+        project.start(*run, f"--record=r{i}.json", f"{test}[{i}-h200]", **own, **place) for i in range(2)
     ]
     printed = [process.communicate(timeout=100)[0] for process in running]
     assert all("1 passed" in text for text in printed), printed

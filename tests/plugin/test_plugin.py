@@ -1,14 +1,18 @@
-"""The installed plugin: what it imports, and when."""
+"""The installed plugin: what it imports, and when; what a record states about its run."""
 
 from __future__ import annotations
 
+import importlib.util
+import py_compile
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.support.foreign import LANE, Foreign
+from bumpgate.plugin.provenance import command_line, missing_bytecode
+from tests.support.foreign import Foreign
 from tests.support.tree import ROOT
 
 # All modules except the instruments and reports, imported without torch.
@@ -37,7 +41,8 @@ def test_plugin_without_fixtures_imports_no_heavy_modules(tmp_path: Path) -> Non
         "conftest.py",
         "import sys\n"
         "def pytest_unconfigure():\n"
-        "    names = {'torch', 'tomllib', 'psutil', 'packaging', 'bumpgate.core.rows', 'bumpgate.plugin.session'}\n"
+        "    names = {'torch', 'tomllib', 'psutil', 'packaging', 'suites', 'rich', 'typer',\n"
+        "             'bumpgate.core.rows', 'bumpgate.plugin.session'}\n"
         "    print('imported:', sorted(names & set(sys.modules)))\n",
     )
     foreign.write("test_a.py", "def test_a(): pass\n")
@@ -63,11 +68,21 @@ def test_broken_torch_fails_only_the_test_that_uses_it(tmp_path: Path, fixture: 
     assert foreign.verdicts() == {"a/b/c": "MISSING"}, "other tests run"
 
 
-def test_text_in_the_place_of_a_list_is_refused(tmp_path: Path) -> None:
-    foreign = Foreign(tmp_path)
-    foreign.write("bumpgate.toml", LANE)
-    row = "row.count('a/b/c', 1, unit='x', seen=1, expected=1, instruments='graphs')"
-    foreign.write("test_a.py", f"import pytest\n@pytest.mark.mine\ndef test_a(row): {row}\n")
-    assert (
-        "row 'a/b/c': instruments must be a list of strings, got 'graphs'" in foreign.pytest("-m", "mine").out
-    )
+def test_command_line_omits_the_installation_path() -> None:
+    assert command_line(["/opt/env/lib/pytest/__main__.py", "-m", "cpu"]) == "python -m pytest -m cpu"
+    assert command_line(["/opt/env/bin/pytest", "-k", "a b"]) == "pytest -k 'a b'"
+
+
+def test_missing_bytecode_of_torch_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "torch" / "__init__.py"
+    source.parent.mkdir()
+    source.touch()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(source)))
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert missing_bytecode().endswith(f"python -m compileall -q -j 0 {source.parent}")
+    py_compile.compile(str(source))
+    assert missing_bytecode() == ""
+    monkeypatch.setattr(sys, "pycache_prefix", "/nowhere")
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert missing_bytecode() == "", "the next process writes it"

@@ -64,14 +64,11 @@ def test_estimate_uses_the_durations_of_the_last_run(monkeypatch: pytest.MonkeyP
     run.pytest_runtest_logfinish(SHORT)
     run.pytest_runtest_logstart(LONG)
     assert run.line() == f"1:00 of about 4:00; 1 of 2 tests; 0 s in {LONG}"
-
-
-def test_unreadable_durations_give_no_estimate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run = started(monkeypatch, tmp_path, {})
     durations_path("cpu").write_text("[1, 2]")
     assert load_durations("cpu") == {}
+    run = started(monkeypatch, tmp_path, {})
     run.pytest_runtest_logfinish(SHORT)
-    assert run.line().startswith("1:00; 1 of 2 tests")
+    assert run.line().startswith("1:00; 1 of 2 tests"), "without durations there is no estimate"
 
 
 def test_durations_are_saved_for_the_next_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -107,13 +104,6 @@ def test_lane_test_reports_its_wait_for_the_machine(project: Project) -> None:
     assert spent < 2
 
 
-def test_progress_prints_one_line_a_minute_in_a_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run = started(monkeypatch, tmp_path, {})
-    run.pytest_runtest_logfinish(SHORT)
-    run.pytest_runtest_logfinish(LONG)
-    assert len(run.reporter.lines) == 1
-
-
 def test_failures_and_red_rows_are_printed_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = started(monkeypatch, tmp_path, {})
     row = Row("compile/a/graphs", 3, "count", 1, "C1", better="derived", expected=2, test=SHORT)
@@ -125,28 +115,25 @@ def test_failures_and_red_rows_are_printed_at_once(monkeypatch: pytest.MonkeyPat
     run.reporter._tw.width_of_current_line = 1  # pytest's letter of a failed test
     run.pytest_runtest_logreport(report(LONG, failed=True))
     assert run.reporter.lines[2:] == ["", f"FAILED {LONG}"]
+    del run.reporter.lines[:]
+    run.pytest_runtest_logfinish(SHORT)
+    run.pytest_runtest_logfinish(LONG)
+    assert len(run.reporter.lines) == 1, "a line of progress a minute"
 
 
-def test_durations_are_saved_without_workers(project: Project) -> None:
-    """The processes of a gate's sessions have none; its budget is divided by these seconds."""
-    project.baseline(good=counted("test_good"))
-    project.tests(GOOD)
-    home = project.root / "home"
-    assert project.pytest("-m", "cpu", "-n", "0", "--gate", BUMPGATE_HOME=str(home)).code == 0
-    assert [*json.loads((home / "seconds/cpu.json").read_text())] == [
-        "suites/compile/test_a.py::test_good[cpu]"
-    ]
-
-
-def test_lane_run_prints_pytests_counts_but_no_dots(project: Project) -> None:
-    project.baseline(good=counted("test_good"))
-    project.tests(GOOD)
-    plain = project.pytest("-m", "cpu", "-n", "1", BUMPGATE_HOME=str(project.root / "home"))
-    assert plain.code == 0, plain.out + plain.err
-    assert "1 passed in" in plain.out
-    assert "100%" not in plain.out
-    assert "100%" in project.pytest("-m", "cpu", "-n", "1", "-q").out
-    assert list(json.loads((project.root / "home/seconds/cpu.json").read_text()))
+def test_lane_run_prints_pytests_counts_but_no_dots(lane: Project) -> None:
+    """And saves durations, also without workers: a gate's budget is divided by these seconds."""
+    for workers in "01":
+        home = lane.root / f"home{workers}"
+        plain = lane.pytest("-m", "cpu", "-n", workers, "--gate", BUMPGATE_HOME=str(home))
+        assert plain.code == 0, plain.out + plain.err
+        assert ("2 passed in" in plain.out, "100%" in plain.out) == (True, False)
+        tests = json.loads((home / "seconds/cpu.json").read_text())
+        assert {*tests} == {
+            "suites/compile/test_a.py::test_good[cpu]",
+            "suites/model/test_b.py::test_other[cpu]",
+        }
+    assert "100%" in lane.pytest("-m", "cpu", "-n", "1", "-q").out
 
 
 @pytest.mark.parametrize("plugins", ["xdist.plugin,pytest_timeout", "pytest_timeout,xdist.plugin"])

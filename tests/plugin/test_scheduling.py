@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -15,9 +16,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bumpgate.plugin.assignment import TestByTest
-from bumpgate.plugin.scheduling import pytest_xdist_make_scheduler
-from bumpgate.plugin.units import unit
+from bumpgate.plugin.assignment import TestByTest, pytest_xdist_make_scheduler
+from bumpgate.plugin.scheduling import unit
 from bumpgate.process.locks import lock_file, locked, try_lock
 from suites.kernels.first_call import keep
 from suites.support import gpu_memory
@@ -27,10 +27,11 @@ from tests.support.tree import ROOT
 CONFTEST = """
 import sys
 sys.path.insert(0, {root!r})
-from bumpgate.plugin import scheduling
+from bumpgate.plugin import assignment, scheduling
 def pytest_configure(config):
     config.addinivalue_line("markers", "long(seconds)")
     config.pluginmanager.register(scheduling)
+    config.pluginmanager.register(assignment)
 """
 FILE = "tests/plugin/test_scheduling.py"
 # All of the first workers die at the same time.
@@ -115,18 +116,15 @@ def test_unit_of_a_test_follows_from_its_fixtures(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     (tmp_path / "conftest.py").write_text("def speed(benchmark): pass\n")
     (tmp_path / "below/test_it.py").write_text("class TestIt:\n    def test_speed(self, speed): pass\n")
-    units = {test: unit(tmp_path, test) for test in ("test_it.py::test_shared[1]", "test_it.py::test_short")}
-    assert units == {
+    (tmp_path / "usage.md").write_text(">>> 1 +\n")
+    units = {
         "test_it.py::test_shared[1]": "test_it.py",
         "test_it.py::test_short": "test_it.py::test_short",
+        "test_it.py::test_timed": "alone",
+        "below/test_it.py::TestIt::test_speed[a::b]": "alone",
+        "usage.md::usage.md": "usage.md::usage.md",
     }
-    assert unit(tmp_path, "test_it.py::test_timed") == "alone"
-    assert unit(tmp_path, "below/test_it.py::TestIt::test_speed[a::b]") == "alone"
-
-
-def test_unit_of_a_text_file_is_its_test(tmp_path: Path) -> None:
-    (tmp_path / "usage.md").write_text(">>> 1 +\n")
-    assert unit(tmp_path, "usage.md::usage.md") == "usage.md::usage.md"
+    assert {test: unit(tmp_path, test) for test in units} == units
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -137,19 +135,12 @@ def test_long_without_seconds_fails_in_one_line(tmp_path: Path, workers: int) ->
     assert "Traceback" not in printed
 
 
-def test_tests_that_share_a_module_fixture_have_one_worker(tmp_path: Path) -> None:
-    printed = run(tmp_path, ORDER, workers=3)
-    assert "7 passed" in printed, printed
+@pytest.mark.parametrize(("tests", "passed"), [(ORDER, 7), (SHARING, 14)], ids=["module fixture", "alone"])
+def test_tests_that_share_something_have_one_worker(tmp_path: Path, tests: str, passed: int) -> None:
+    printed = run(tmp_path, tests, workers=4)
+    assert f"{passed} passed" in printed, printed
     properties = ElementTree.parse(tmp_path / "ran.xml").iter("property")
     assert len({p.attrib["value"] for p in properties}) == 1
-
-
-def test_exclusive_tests_share_one_worker(tmp_path: Path) -> None:
-    printed = run(tmp_path, SHARING, workers=4)
-    assert "14 passed" in printed, printed
-    properties = ElementTree.parse(tmp_path / "ran.xml").iter("property")
-    found = {(p.attrib["name"], p.attrib["value"]) for p in properties}
-    assert [name for name, _ in found] == ["alone"]
 
 
 # Each of the two workers waits for the first test of the other one.
@@ -195,7 +186,7 @@ UNSEEN = 0.3  # seconds after which a claim that should wait, but does not, woul
 
 
 class Claims:
-    """Processes that each hold some of six slots, from acquisition until they are stopped.
+    """Processes that each hold some of six slots, from acquisition until they are released.
 
     Their log has only one possible order: each writer waits for the existing entries.
     """
@@ -204,42 +195,28 @@ class Claims:
         self.folder = folder
         self.children: list[subprocess.Popen[str]] = []
 
-    @property
     def log(self) -> list[str]:
-        path = self.folder / "log"
-        return path.read_text().split() if path.exists() else []
+        time.sleep(UNSEEN)
+        return (self.folder / "log").read_text().split()
 
-    def request(self, count: int, first: bool = False) -> subprocess.Popen[str]:
+    def request(self, count: int, first: bool = False, says: str = "waits") -> subprocess.Popen[str]:
+        """Start a process that requests slots, and wait until it `says` that it waits, or holds them."""
         script = HOLD.format(root=str(ROOT), count=count, first=first)
         environment = {**os.environ, "TMPDIR": str(self.folder)}
         child = subprocess.Popen([sys.executable, "-c", script], cwd=self.folder, env=environment, **PIPES)
         self.children.append(child)
-        assert read_line(child) == "waits"
+        wait_until(child, says)
         return child
 
-    def hold(self, count: int) -> subprocess.Popen[str]:
-        child = self.request(count)
-        assert read_line(child) == "holds"
-        return child
 
-    def wait_until_others_are_blocked(self) -> None:
-        """Wait until a claim with priority blocks the requests of others."""
-        path = Path(f"{self.folder / LOCKS.name}-0.turn.lock")
-        until = time.monotonic() + 60
-        while True:
-            with lock_file(path) as lock:
-                if not try_lock(lock):
-                    return
-            assert time.monotonic() < until
-            time.sleep(0.01)
-
-
-def read_line(child: subprocess.Popen[str]) -> str:
+def wait_until(child: subprocess.Popen[str], says: str) -> None:
     assert child.stdout
-    return child.stdout.readline().rstrip()
+    while child.stdout.readline().rstrip() != says:
+        assert child.poll() is None
 
 
 def release(child: subprocess.Popen[str]) -> None:
+    """Wait until a process holds its slots, and end it."""
     child.communicate("", timeout=60)
     assert child.returncode == 0
 
@@ -254,42 +231,35 @@ def claims(tmp_path: Path) -> Iterator[Claims]:
 
 
 def test_claims_do_not_exceed_the_memory_slots(claims: Claims) -> None:
-    """With 2 of 6 slots taken, 5 must wait, and 1 need not; 9 means all slots."""
-    two, five, one, nine = claims.hold(2), claims.request(5), claims.hold(1), claims.request(9)
-    time.sleep(UNSEEN)
-    assert claims.log == ["+2", "+1"]
+    """With 2 of 6 slots taken, 5 must wait, and 1 need not; 9 means all slots. A dead process holds none."""
+    dead = claims.request(6, says="holds")
+    dead.kill()
+    dead.wait()
+    two, five = claims.request(2, says="holds"), claims.request(5)
+    one, nine = claims.request(1, says="holds"), claims.request(9)
+    assert claims.log() == ["+6", "+2", "+1"]
     release(two)
-    assert read_line(five) == "holds"
+    wait_until(five, "holds")
     release(one)
-    time.sleep(UNSEEN)
-    assert claims.log == ["+2", "+1", "-2", "+5", "-1"]
+    assert claims.log() == ["+6", "+2", "+1", "-2", "+5", "-1"]
     release(five)
-    assert read_line(nine) == "holds"
     release(nine)
-    assert claims.log[5:] == ["-5", "+9", "-9"]
+    assert claims.log()[6:] == ["-5", "+9", "-9"]
 
 
 def test_claim_with_priority_is_not_overtaken(claims: Claims) -> None:
     """Of 6 slots 4 are held; the 2 free ones are not granted before the waiting claim of 5."""
-    four, five = claims.hold(4), claims.request(5, first=True)
-    claims.wait_until_others_are_blocked()
+    four, five = claims.request(4, says="holds"), claims.request(5, first=True)
+    with lock_file(Path(f"{claims.folder / LOCKS.name}-0.turn.lock")) as lock:
+        while try_lock(lock):  # until the claim with priority blocks the others
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            time.sleep(0.01)
     two = claims.request(2)
-    time.sleep(UNSEEN)
-    assert claims.log == ["+4"]
+    assert claims.log() == ["+4"]
     release(four)
-    assert read_line(five) == "holds"
     release(five)
-    assert read_line(two) == "holds"
     release(two)
-    assert claims.log == ["+4", "-4", "+5", "-5", "+2", "-2"]
-
-
-def test_claim_of_a_dead_process_is_released(claims: Claims) -> None:
-    dead = claims.hold(6)
-    dead.kill()
-    dead.wait()
-    release(claims.hold(6))
-    assert claims.log == ["+6", "+6", "-6"]
+    assert claims.log() == ["+4", "-4", "+5", "-5", "+2", "-2"]
 
 
 def test_second_claim_of_a_process_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,47 +1,45 @@
-"""What a run of a lane lacks when it has ended: rows that it did not report, and problems that no row shows."""
+"""The facts of a run of a lane, and what it lacks once it has ended: rows and tests that it did not report."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import pytest
 
 from bumpgate.core import census, outcomes
 from bumpgate.core.baseline import Baseline, Reviewed, accept, in_tier, investigate
 from bumpgate.core.rows import Judgement, Problem, ProblemKind, Row, Verdict
-from bumpgate.plugin import provenance
+from bumpgate.plugin.devices import find
 from bumpgate.plugin.lanes import lanes_of
+from bumpgate.plugin.provenance import versions
 from bumpgate.plugin.reports import Reports
-from bumpgate.plugin.rows import NO_RULE
-from bumpgate.plugin.selection import Selection, collects, leaves_out
+from bumpgate.plugin.rows import NO_RULE, baseline_path
+from bumpgate.plugin.selection import Selection, collects, default_paths, leaves_out, selects_all
 
 
-@dataclass(frozen=True)
-class EndedRun:
-    """The facts of a run that has ended.
+class LaneRun:
+    """One run of one lane, in the controller. Raises BaselineError if the lane's census is damaged.
 
     reviewed: the tests of the lane's census.
     judgements: of the rows that it reported, by id.
-    full: the run selected every test of the lane. all_outcomes: the same, of the tests whose outcomes are rows.
-    complete: every selected test ran to its end.
+    full: the run selects every test of the lane. all_outcomes: the same, of the tests whose outcomes are rows.
+    complete: set at the end: every selected test ran to its end.
     duplicates: problems of rows that two tests report.
-    device: what the run was measured on.
     """
 
-    config: pytest.Config
-    baseline: Baseline
-    reviewed: frozenset[str]
-    selection: Selection
-    reports: Reports
-    judgements: dict[str, Judgement]
-    testpaths: list[str]
-    full: bool
-    all_outcomes: bool
-    duplicates: set[Problem]
-    complete: bool
-    device: str
+    def __init__(self, config: pytest.Config, baseline: Baseline, selection: Selection) -> None:
+        self.config, self.baseline, self.selection = config, baseline, selection
+        self.lane = lanes_of(config)[baseline.lane]
+        self.device = find(self.lane).device
+        self.reviewed = census.load(census.path(baseline_path(config, baseline.lane)))
+        self.testpaths = default_paths(config)
+        self.full = selects_all(config, baseline.lane, self.testpaths)
+        self.all_outcomes = not self.lane.tests or selects_all(config, baseline.lane, self.lane.tests)
+        self.judgements: dict[str, Judgement] = {}
+        self.reports = Reports(config.rootpath)
+        self.duplicates: set[Problem] = set()
+        self.complete = False
 
     def missing(self) -> list[Judgement]:
         """Return reviewed rows that this run should have reported.
@@ -52,7 +50,7 @@ class EndedRun:
         if not self.selection.collected:
             return []
         rows = self.baseline.rows.items()
-        optional = self.reports.not_run_rows | self.baseline.unexpected(provenance.versions()["triton"])
+        optional = self.reports.not_run_rows | self.baseline.unexpected(versions()["triton"])
         silent = {id: r for id, r in rows if id not in self.judgements and id not in optional}
         gone = self._gone({r.test for r in silent.values()}) if self.complete else set()
         return [
@@ -87,9 +85,9 @@ class EndedRun:
     def tests(self) -> dict[str, str]:
         """Return the census: how each test ended that was collected for the lane."""
         selected = self.selection.selected
+        happened = self.reports
         found = dict.fromkeys(self.selection.deselected - selected, census.DESELECTED)
         found |= dict.fromkeys(self.selection.dropped, census.NOT_REACHED)
-        happened = self.reports
         ends = (
             (census.RERUN, happened.rerun),
             (census.FAILED, happened.failed.keys() | happened.infra.keys()),
@@ -127,11 +125,10 @@ class EndedRun:
 
     def outcomes(self) -> list[Judgement]:
         """Return a row for each test, and each skipped module, below the lane's `tests` that reports none."""
-        lane = lanes_of(self.config)[self.baseline.lane]
         reporting = {j.row.test for j in self.judgements.values()}
         reporting |= {reviewed.test for reviewed in self.baseline.rows.values()}
         silent = {*self.selection.selected, *self.reports.skipped} - reporting
-        found = [self._outcome(test) for test in sorted(silent) if outcomes.contains(lane, test)]
+        found = [self._outcome(test) for test in sorted(silent) if outcomes.contains(self.lane, test)]
         tests = {id: j.row.test for id, j in self.judgements.items()}
         for row in (j.row for j in found):
             if (other := tests.setdefault(row.id, row.test)) != row.test:
@@ -155,9 +152,9 @@ class EndedRun:
             outcome += "".join(f", {n} subtest{'s' * (n != 1)} {what}" for what, n in sorted(counts.items()))
         return outcomes.measured(test, outcome, why, NO_RULE)
 
-    def _explain_missing(self, row_id: str, reviewed: Reviewed) -> Judgement:
+    def _explain_missing(self, row_id: str, old: Reviewed) -> Judgement:
         """Return a placeholder for a row that was not reported, with the first cause below that applies."""
-        happened, test, file = self.reports, reviewed.test, file_of(reviewed.test)
+        happened, test, file = self.reports, old.test, file_of(old.test)
         ran = test in self.selection.selected
         causes = {  # name -> the reason, None if the cause does not apply; and the sentence
             "infra": (happened.infra.get(test), "{why}"),
@@ -187,22 +184,13 @@ class EndedRun:
         lane = self.baseline.lane
         command = accept(lane, row_id, prune=True) if gone else investigate(lane, rerun)
         verdict = Verdict.INFRA if cause == "infra" else Verdict.MISSING
-        row = Row(
-            row_id,
-            None,
-            reviewed.unit,
-            0,
-            "",
-            better=reviewed.better,
-            test=test,
-            per_build=reviewed.per_build,
-        )
+        row = Row(row_id, None, old.unit, 0, "", better=old.better, test=test, per_build=old.per_build)
         reason = sentence.format(test=test, file=file, why=why)
         return Judgement(row, verdict, reason, command, gone=gone, unreached=cause == "unreached")
 
     def not_launched(self) -> list[str]:
         """Return `row: reason` of each kernel of the selected tests that this version of triton does not launch."""
-        triton = provenance.versions()["triton"]
+        triton = versions()["triton"]
         rows = self.baseline.rows
         return [
             f"{id}: triton {triton} does not launch this kernel"
@@ -220,7 +208,7 @@ class EndedRun:
         if self.full:
             return None
         tests = self.selection.selected
-        absent = self.baseline.unexpected(provenance.versions()["triton"])
+        absent = self.baseline.unexpected(versions()["triton"])
         rows = [
             (id, r)
             for id, r in self.baseline.rows.items()
