@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +27,7 @@ from typing import Annotated, Any
 import typer
 
 from bumpgate.bisect import command as bisect_command
-from bumpgate.bisect.bisection import Hosts, MachineError
+from bumpgate.bisect.bisection import MachineError
 from bumpgate.bisect.options import BisectError, Options
 from bumpgate.bisect.probe import READING, Cause, Reading, keep, load, take
 from bumpgate.core import gate_file
@@ -34,6 +35,7 @@ from bumpgate.core.command_line import takes
 from bumpgate.core.errors import BumpgateError, need, one_line
 from bumpgate.core.findings import Decision
 from bumpgate.core.gate_file import GateFile
+from bumpgate.core.rows import write_atomic
 from bumpgate.env.request import Request
 from bumpgate.gate.state import NAME
 from bumpgate.process.child import last_line, run_child
@@ -63,10 +65,7 @@ class FleetError(BumpgateError):
 
 @dataclass(frozen=True)
 class Task:
-    """A call on one host. Arguments and result are pickled, and the call may run more than once.
-
-    lane: the lane that the host must offer, "" for any host.
-    """
+    """A call on one host that offers the lane, "" for any host. It is pickled, and may run more than once."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
@@ -102,25 +101,19 @@ class Cluster:
         self._process = context.Process(target=_client, args=(theirs, address, patience), daemon=True)
         self._process.start()
         theirs.close()
-        found = self._receive()
-        if not found or found[0]:
-            why = found[0] if found else "its head does not answer"
+        if why := next(self._answers(None), "its head does not answer"):
             raise FleetError(f"--ray {address}: no cluster there ({why})")
 
     def slots(self, lane: str) -> int:
         """Return how many tasks of a lane can run at once."""
-        found = self._receive() if self._send(lane) else None
-        return found[0] if found else 0
+        return next(self._answers(lane), 0)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Done | Lost]]:
         """Yield the number of each task with its result, as they end; those left are cancelled with the iterator."""
         left = set(range(len(tasks)))
-        alive = self._send(tasks)
+        answers = self._answers(tasks)
         try:
-            while left:
-                found = self._receive() if alive else None
-                if found is None:
-                    break
+            while left and (found := next(answers, None)):
                 left.remove(found[0])
                 yield found
             while left:
@@ -135,23 +128,17 @@ class Cluster:
         self._process.join(10)
         self._process.kill()
 
-    def _send(self, call: str | Sequence[Task]) -> bool:
-        """Return whether the client is there to take a call."""
-        try:
-            self._pipe.send(call)
-        except OSError:
-            return False
-        return True
-
-    def _receive(self) -> Any:
-        """Return the next answer of the client, a tuple; None if it has ended."""
+    def _answers(self, call: str | Sequence[Task] | None) -> Iterator[Any]:
+        """Send a call to the client, if there is one, and yield its answers until the client ends."""
         with suppress(EOFError, OSError):
-            return self._pipe.recv()
-        return None
+            if call is not None:
+                self._pipe.send(call)
+            while True:
+                yield self._pipe.recv()
 
 
 def _client(pipe: Connection, address: str, patience: float) -> None:
-    """Answer calls until the other end of the pipe is closed. Runs in a separate process."""
+    """Connect, then answer calls until the other end of the pipe is closed. Runs in a separate process."""
     import ray
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the other process handles it
@@ -162,15 +149,14 @@ def _client(pipe: Connection, address: str, patience: float) -> None:
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # ConnectionError, RuntimeError, ValueError, by version
-        pipe.send((one_line(error, 160),))
+        pipe.send(one_line(error, 160))
         return
-    pipe.send(("",))
+    pipe.send("")
     with suppress(EOFError, OSError):
         while True:
             call = pipe.recv()
-            for found in (
-                [(_slots(ray, call),)] if isinstance(call, str) else _run(ray, call, patience, pipe.poll)
-            ):
+            lane = isinstance(call, str)
+            for found in [_slots(ray, call)] if lane else _run(ray, call, patience, pipe.poll):
                 pipe.send(found)
 
 
@@ -260,11 +246,8 @@ def pack(folder: Path) -> dict[str, bytes]:
 def unpack(files: Mapping[str, bytes], folder: Path, last: str) -> None:
     """Write files into a folder. The file `last` is written at the end: without it, the others do not count."""
     for name in sorted(files, key=lambda each: each == last):
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_bytes(files[name])
-        partial.replace(path)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / name, files[name])
 
 
 @dataclass(frozen=True)
@@ -288,22 +271,16 @@ class Readings:
         return min(slots, self.most)
 
     def take(self, jobs: Sequence[tuple[Path, Request]]) -> Iterator[Reading]:
-        tasks = [
-            Task(
-                read_on_host,
-                (self.options, self.folder, str(place.absolute()), request, self.good),
-                self.options.lane,
-            )
-            for place, request in jobs
-        ]
-        lost: list[tuple[Path, Lost]] = []
+        calls = [(self.options, self.folder, str(p.absolute()), request, self.good) for p, request in jobs]
+        tasks = [Task(read_on_host, call, self.options.lane) for call in calls]
+        lost = []
         for number, result in self.cluster.run(tasks):
             place = jobs[number][0]
             place.mkdir(parents=True, exist_ok=True)
             if isinstance(result, Lost):
                 if result.refused:
                     raise FleetError(result.why)
-                lost.append((place, result))
+                lost.append(Reading(place, Cause.MACHINE, failure=result.why))
                 continue
             unpack(result.value, place, READING)
             reading = load(place)
@@ -313,9 +290,8 @@ class Readings:
             yield reading
         # Without a host, no candidate is at fault, and none is skipped.
         if lost and not self.cluster.slots(self.options.lane):
-            raise MachineError(lost[0][1].why)
-        for place, result in lost:
-            reading = Reading(place, Cause.MACHINE, failure=result.why)
+            raise MachineError(lost[0].failure)
+        for reading in lost:
             keep(reading)
             yield reading
 
@@ -350,38 +326,24 @@ def measure_on_host(lane: str, arguments: tuple[str, ...], folder: Path, name: s
 
 def read_gate(folder: Path) -> GateFile | None:
     """Return the finished gate in a folder, or None."""
-    path = folder / NAME
-    found = gate_file.read(path) if path.exists() else None
+    found = gate_file.read(folder / NAME) if (folder / NAME).exists() else None
     return found if isinstance(found, GateFile) and found.finished else None
 
 
 @dataclass
 class Fleet:
-    """The cluster of one command, and the most probes of a bisect at once. It connects at the first use."""
+    """The cluster of one command, to which it connects at the first use, and the most probes of a bisect at once."""
 
     address: str
     most: int
-    _cluster: Cluster | None = None
 
+    @cached_property
     def cluster(self) -> Cluster:
-        if self._cluster is None:
-            self._cluster = Cluster(self.address)
-        return self._cluster
+        return Cluster(self.address)
 
     def close(self) -> None:
-        if self._cluster:
-            self._cluster.close()
-
-    def check(self, options: Options) -> None:
-        if options.environments:
-            raise BisectError("--environments is for one host: bumpgate bisect --environments, without fleet")
-        self.cluster()
-
-    def hosts(self, options: Options, good: str) -> Hosts:
-        return Readings(self.cluster(), options, self.most, Path.cwd(), good)
-
-    def line(self) -> tuple[str, ...]:
-        return ("fleet", "--ray", self.address, "--probes", str(self.most))
+        if "cluster" in vars(self):
+            self.cluster.close()
 
 
 @app.callback()
@@ -402,7 +364,15 @@ def fleet(
 @app.command("bisect", help=bisect_command.command.__doc__)
 @takes(Options)
 def bisect(context: typer.Context, options: Options) -> None:
-    raise typer.Exit(bisect_command.run(options, context.obj))
+    if options.environments:
+        raise BisectError("--environments is for one host: bumpgate bisect --environments, without fleet")
+    cluster, most, folder = context.obj.cluster, context.obj.most, Path.cwd()
+    words = ("fleet", "--ray", context.obj.address, "--probes", str(most))
+    raise typer.Exit(
+        bisect_command.run(
+            options, lambda resolved, good: Readings(cluster, resolved, most, folder, good), words
+        )
+    )
 
 
 @app.command()
@@ -410,9 +380,7 @@ def gate(
     context: typer.Context,
     lane: Annotated[list[str], typer.Option(help="A lane, measured on one host; repeatable.")],
     arguments: Annotated[list[str], typer.Argument(help="After --: options of bumpgate gate.")],
-    out: Annotated[Path, typer.Option(help="A folder per lane with gate.json and its files.")] = Path(
-        "build/fleet"
-    ),
+    out: Annotated[Path, typer.Option(help="A folder per lane with gate.json.")] = Path("build/fleet"),
 ) -> None:
     """Gate several lanes at once, each on a host that offers it. A lane whose hosts die is repeated on another one.
 
@@ -424,12 +392,9 @@ def gate(
         raise FleetError(f"{named} after --: the fleet sets it for each gate; name it before --")
     if known := [name for name in lanes if read_gate(out / name)]:
         raise FleetError(f"{out} holds gates of {', '.join(known)}: leave these out, or name another --out")
-    tasks = [
-        Task(measure_on_host, (name, (*arguments,), Path.cwd(), f"{os.path.abspath(out)} {name}"), name)
-        for name in lanes
-    ]
+    calls = [(name, (*arguments,), Path.cwd(), f"{os.path.abspath(out)} {name}") for name in lanes]
     codes = set()
-    for number, result in context.obj.cluster().run(tasks):
+    for number, result in context.obj.cluster.run([Task(measure_on_host, call, call[0]) for call in calls]):
         name = lanes[number]
         if isinstance(result, Lost):
             typer.echo(f"{Decision.UNKNOWN.name:8} {name}: no verdict: {result.why}")

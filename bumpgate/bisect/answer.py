@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from packaging.version import Version
@@ -18,18 +16,20 @@ from bumpgate.bisect import wheel_metadata
 from bumpgate.bisect.attribution import Attribution, PackageChange, changes
 from bumpgate.bisect.bisection import Bisection
 from bumpgate.bisect.candidates import Range
-from bumpgate.bisect.journal import BisectPlan
 from bumpgate.bisect.probe import ProbeResult, Reading
-from bumpgate.bisect.search import ProbeOutcome, Search, SearchResult
-from bumpgate.core.findings import Finding
-from bumpgate.core.rows import write_atomic
+from bumpgate.bisect.search import BAD, GOOD, ProbeOutcome, Search, SearchResult
 from bumpgate.core.text import some
 from bumpgate.env.build import Environment
 
 SCHEMA = 1
 FINDINGS = 8
 SHOWN = 4
-STYLE = dict.fromkeys(ProbeOutcome, "yellow") | {ProbeOutcome.GOOD: "green", ProbeOutcome.BAD: "red"}
+STYLE = dict.fromkeys(ProbeOutcome, "yellow") | {GOOD: "green", BAD: "red"}
+NO_CHANGE: dict[str, Any] = {
+    **dict.fromkeys(("at_fault", "pinned", "also_sufficient", "changed", "compare", "findings"), ()),
+    "attribution": None,
+    "repro": "",
+}
 
 
 class Watcher:
@@ -60,8 +60,7 @@ class Watcher:
 
     def probed(self, name: str, reading: Reading, result: ProbeResult, left: str) -> None:
         self.seconds += reading.seconds
-        self.last = result.reason
-        self._left = left
+        self.last, self._left = result.reason, left
         style = STYLE[result.outcome] if self._status else None
         self.console.print(f"{result.outcome.value:7}", end=" ", style=style, highlight=False)
         where = f" on {reading.host}" if reading.host else ""
@@ -69,81 +68,77 @@ class Watcher:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Result of a bisect.
-
-    good, bad: the two adjacent versions. findings: how their rows differ. unread: suspects without a reading.
-    read: number of versions with a reading. noise: misread rates (false BAD, false GOOD).
-    pinned: libraries at fault only as a part of the package that pins them.
-    """
-
-    range: Range
-    plan: BisectPlan
-    result: SearchResult
-    attribution: Attribution | None = None
-    good: str = ""
-    bad: str = ""
-    links: tuple[str, ...] = ()
-    findings: tuple[Finding, ...] = ()
-    repro: str = ""
-    changed: tuple[str, ...] = ()
-    pinned: frozenset[str] = frozenset()
-    deciding: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
-    read: int = 0
-    noise: tuple[float, float] = (0.0, 0.0)
-
-    @property
-    def blamed(self) -> tuple[PackageChange, ...]:
-        """Packages at fault, each as a change from the earlier candidate to the later one."""
-        return self._in_order(self.attribution.changes) if self.attribution else ()
-
-    @property
-    def others(self) -> tuple[tuple[PackageChange, ...], ...]:
-        """Further package sets that each cause the failure alone, in the same direction."""
-        return tuple(map(self._in_order, self.attribution.others)) if self.attribution else ()
-
-    def _in_order(self, found: tuple[PackageChange, ...]) -> tuple[PackageChange, ...]:
-        return tuple(replace(c, old=c.new, new=c.old) for c in found) if self.plan.find_fix else found
-
-    @property
-    def sure(self) -> bool:
-        return self.result.sure(self.plan.confidence)
-
-
 def answer(
+    bisection: Bisection, span: Range, result: SearchResult, attribution: Attribution | None = None
+) -> dict[str, Any]:
+    """Return the result of a bisect as bisect.json has it, from saved environments and readings. Runs nothing."""
+    plan, search = bisection.state.plan, bisection.search
+    suspects = [span.versions[i] for i in result.suspects]
+    return {
+        "schema": SCHEMA,
+        "command": " ".join(plan.command),
+        "package": span.package,
+        "good": span.good,
+        "bad": span.bad,
+        "find_fix": plan.find_fix,
+        "candidates": list(span.versions),
+        "failure": result.failure,
+        "first": suspects[-1] if suspects else None,
+        "suspects": suspects,
+        "last": None if result.last_old is None else span.versions[result.last_old],
+        "posterior": result.posterior,
+        "confidence": plan.confidence,
+        "sure": result.sure(plan.confidence),
+        "probes": result.probes,
+        "confirmed": result.confirmed,
+        "misreads": result.misreads,
+        "noise": dict(zip(("false_bad", "false_good"), search.noise())),
+        "versions_read": len({i for i, outcome in search.history if outcome in (GOOD, BAD)}),
+        "earlier_changes": [span.versions[i] for i in result.earlier],
+        **(_change(bisection, span, result, attribution) if result.found else NO_CHANGE),
+        "deciding": list(bisection.setup.test.deciding),
+        "readings": [
+            {
+                "version": span.versions[index],
+                "outcome": outcome.value,
+                "failure": reading.failure,
+                "exit_code": reading.code,
+                "seconds": reading.seconds,
+                "host": reading.host,
+                "folder": f"probes/{reading.place.name}",
+            }
+            for index, outcome, reading in bisection.steps()
+        ],
+    }
+
+
+def _change(
     bisection: Bisection, span: Range, result: SearchResult, attribution: Attribution | None
-) -> Answer:
-    """Build the Answer for a found result from saved environments and readings. Runs nothing."""
-    test = bisection.context.test
-    _, bad_environment = bisection.environments(result)
-    good, bad = (span.versions[i] for i in bisection.neighbours(result))
-    first, last = bisection.in_order(result)
-    found = Answer(span, bisection.state.plan, result, attribution, good, bad)
-    good_reading, bad_reading = (
-        bisection.reading_of(index, outcome)
-        for index, outcome in zip(bisection.neighbours(result), (ProbeOutcome.GOOD, ProbeOutcome.BAD))
-    )
-    names = f"{span.package} {good}", f"{span.package} {bad}"
-    findings = test.findings(names, good_reading, bad_reading) if good_reading and bad_reading else []
-    suspects = [span.versions[i] for i in result.suspects[:-1]]
-    return replace(
-        found,
-        links=tuple(_links(first, last, [c.name for c in found.blamed] or [span.package])),
-        findings=tuple(findings),
-        repro=test.repro(bad_environment, bad_reading),
-        changed=tuple(map(str, changes(first.packages, last.packages))),
-        pinned=frozenset().union(*(_pinned(cause, first, last) for cause in (found.blamed, *found.others))),
-        deciding=test.deciding,
-        unread=tuple(suspects),
-        read=len({i for i, o in bisection.search.history if o in (ProbeOutcome.GOOD, ProbeOutcome.BAD)}),
-        noise=bisection.search.noise(),
-    )
-
-
-def _pinned(cause: Iterable[PackageChange], *environments: Environment) -> set[str]:
-    return wheel_metadata.pinned([change.name for change in cause], *environments)
+) -> dict[str, Any]:
+    """Return what the environments and the readings of the two neighbours of the change show."""
+    test, find_fix = bisection.setup.test, bisection.search.find_fix
+    good, bad = bisection.environments(result)
+    first, last = (bad, good) if find_fix else (good, bad)
+    causes = [attribution.changes, *attribution.others] if attribution else [()]
+    if find_fix:  # each as a change from the earlier candidate to the later one
+        causes = [tuple(replace(c, old=c.new, new=c.old) for c in cause) for cause in causes]
+    blamed, *others = ([vars(c) for c in cause] for cause in causes)
+    pinned = [wheel_metadata.pinned([c.name for c in cause], first, last) for cause in causes]
+    neighbours = bisection.neighbours(result)
+    was, now = (bisection.reading_of(index, outcome) for index, outcome in zip(neighbours, (GOOD, BAD)))
+    good_name, bad_name = (f"{span.package} {span.versions[i]}" for i in neighbours)
+    found = test.findings((good_name, bad_name), was, now) if was and now else []
+    return {
+        "at_fault": blamed,
+        "pinned": sorted(set().union(*pinned)),
+        "also_sufficient": others,
+        "attribution": attribution
+        and {name: value for name, value in vars(attribution).items() if name not in ("changes", "others")},
+        "changed": list(map(str, changes(first.packages, last.packages))),
+        "compare": list(_links(first, last, [c["name"] for c in blamed] or [span.package])),
+        "findings": [vars(f) | {"decision": f.decision.name} for f in found],
+        "repro": test.repro(bad, now),
+    }
 
 
 def _links(first: Environment, last: Environment, packages: list[str]) -> Iterator[str]:
@@ -155,40 +150,73 @@ def _links(first: Environment, last: Environment, packages: list[str]) -> Iterat
             yield link + " (commits of the nightly branch: their messages name those of main)" * nightly
 
 
-def text(found: Answer) -> str:
+def text(raw: Mapping[str, Any], span: Range) -> str:
     """Format the answer, without the package at fault, which closing_text adds."""
-    span, result = found.range, found.result
-    fix = found.plan.find_fix
-    name = span.versions[result.suspects[-1]]
-    new, old = ("first good", "last bad") if fix else ("first bad", "last good")
-    lines = [f"{new:11} {span.package} {span.label(name)}"]
-    if found.unread:
-        lines.append(f"{'':11} or one of {', '.join(found.unread)}, which could not be probed")
-    if not found.sure:
-        why = "" if result.confirmed else ", and not confirmed by repeats"
-        lines[0] += f", likely (posterior {result.posterior:.2f} of {found.plan.confidence}{why})"
-    assert result.last_old is not None, "a found result has a candidate before it"
-    lines.append(f"{old:11} {span.package} {span.label(span.versions[result.last_old])}")
-    lines += _history_lines(found)
-    if found.deciding:
-        lines.append(f"{'decided by':11} {some(found.deciding, SHOWN)}")
-    for finding in found.findings[:FINDINGS]:
-        lines.append(f"{finding.label.lower():11} {finding.metric or 'test'}: {finding.head or 'its value'}")
-        lines += [f"{'':11}   good {found.good}: {line}" for line in finding.adopted]
-        lines += [f"{'':11}   bad  {found.bad}: {line}" for line in finding.candidate]
-    if len(found.findings) > FINDINGS:
-        lines.append(f"{'':11} and {len(found.findings) - FINDINGS} more causes in bisect.json")
-    misreads = (
-        f", {result.misreads} misread ({found.noise[0]:.0%} false BAD, {found.noise[1]:.0%} false GOOD)"
-        if result.misreads
-        else ""
-    )
+    *unread, name = raw["suspects"]
+    words, states = ("first bad", "last good"), ("BAD", "GOOD")
+    good, bad = raw["last"], name
+    if raw["find_fix"]:
+        words, states, good, bad = ("first good", "last bad"), ("GOOD", "BAD"), bad, good
+    confirmed = "" if raw["confirmed"] else ", and not confirmed by repeats"
+    likely = f", likely (posterior {raw['posterior']:.2f} of {raw['confidence']}{confirmed})"
+    lines = [f"{words[0]:11} {span.package} {span.label(name)}{'' if raw['sure'] else likely}"]
+    if unread:
+        lines.append(f"{'':11} or one of {', '.join(unread)}, which could not be probed")
+    lines.append(f"{words[1]:11} {span.package} {span.label(raw['last'])}")
+    if raw["earlier_changes"]:
+        names = some(raw["earlier_changes"], SHOWN)
+        lines.append(
+            f"{'history':11} changes more than once: {names} read {states[0]}, then {states[1]} again before the last"
+            " change above; bisect the earlier range for the others"
+        )
+    if raw["deciding"]:
+        lines.append(f"{'decided by':11} {some(raw['deciding'], SHOWN)}")
+    for f in raw["findings"][:FINDINGS]:
+        lines.append(f"{f['label'].lower():11} {f['metric'] or 'test'}: {f['head'] or 'its value'}")
+        lines += [f"{'':11}   good {good}: {line}" for line in f["adopted"]]
+        lines += [f"{'':11}   bad  {bad}: {line}" for line in f["candidate"]]
+    if len(raw["findings"]) > FINDINGS:
+        lines.append(f"{'':11} and {len(raw['findings']) - FINDINGS} more causes in bisect.json")
+    false_bad, false_good = raw["noise"].values()
+    misreads = f", {raw['misreads']} misread ({false_bad:.0%} false BAD, {false_good:.0%} false GOOD)"
     lines.append(
-        f"{'probes':11} {result.probes}{misreads}, of {found.read} of {len(span.versions)} versions;"
-        " a fault that comes and goes between two of them is not seen"
+        f"{'probes':11} {raw['probes']}{misreads if raw['misreads'] else ''}, of {raw['versions_read']} of"
+        f" {len(span.versions)} versions; a fault that comes and goes between two of them is not seen"
     )
-    lines.append(f"{'again':11} {found.repro}")
+    lines.append(f"{'again':11} {raw['repro']}")
     return "\n".join(lines)
+
+
+def closing_text(raw: Mapping[str, Any]) -> str:
+    """Format the package at fault and the time."""
+    lines = _fault_lines(raw, raw["attribution"]) if raw["attribution"] else []
+    lines += [f"{'compare':11} {link}" for link in raw["compare"]]
+    seconds = raw["seconds"]
+    return "\n".join(
+        [*lines, f"{'time':11} {seconds['probes']:.1f} s in probes, {seconds['overhead']:.1f} s overhead"]
+    )
+
+
+def _fault_lines(raw: Mapping[str, Any], attribution: Mapping[str, Any]) -> list[str]:
+    if attribution["failure"]:
+        return [f"{'at fault':11} not found: {attribution['failure']}"]
+    causes = [[PackageChange(**c) for c in cause] for cause in (raw["at_fault"], *raw["also_sufficient"])]
+    blamed, *others = (", ".join(str(c) for c in cause if c.name not in raw["pinned"]) for cause in causes)
+    line = f"{'fixed by' if raw['find_fix'] else 'at fault':11} "
+    spared = "" if raw["package"] in [c.name for c in causes[0]] else f", not {raw['package']}"
+    if not attribution["separable"]:
+        line += f"{blamed}: not separable, {attribution['unresolved']} mixtures could not be run"
+    elif others and not attribution["needed"]:
+        line += f"either suffices: {'; or '.join([blamed, *others])}"
+    elif others:
+        line += f"{blamed}{spared}; in the good set also {'; or '.join(others)}, without which the bad set stays red"
+    elif not attribution["needed"]:
+        line += f"{blamed}{spared}: sufficient, but the bad set without it stays red"
+    else:
+        line += f"{blamed}{spared}"
+    along = [str(c) for cause in causes for c in cause if c.name in raw["pinned"]]
+    with_it = f"{'':11} with {some(along, SHOWN)}: pinned by it, not tried apart"
+    return [line, with_it] if along else [line]
 
 
 def so_far(search: Search) -> str:
@@ -208,105 +236,3 @@ def so_far(search: Search) -> str:
     between = math.fsum(masses[old - search.first + 1 : new - search.first + 1])
     names = search.candidates
     return f"{'so far':11} {names[old]} {search.old.value}, {names[new]} {search.new.value}; probability {between:.2f}"
-
-
-def closing_text(found: Answer, probes: float, overhead: float) -> str:
-    """Format the package at fault and the time. probes: probes, overhead: seconds."""
-    lines = _fault_lines(found)
-    lines += [f"{'compare':11} {link}" for link in found.links]
-    lines.append(f"{'time':11} {probes:.1f} s in probes, {overhead:.1f} s overhead")
-    return "\n".join(lines)
-
-
-def _history_lines(found: Answer) -> list[str]:
-    """Warn if the state changes more than once; the answer is the last change."""
-    if not found.result.earlier:
-        return []
-    new, old = ("GOOD", "BAD") if found.plan.find_fix else ("BAD", "GOOD")
-    names = some([found.range.versions[i] for i in found.result.earlier], SHOWN)
-    return [
-        f"{'history':11} changes more than once: {names} read {new}, then {old} again before the last change"
-        " above; bisect the earlier range for the others"
-    ]
-
-
-def _fault_lines(found: Answer) -> list[str]:
-    attribution = found.attribution
-    if attribution is None:
-        return []
-    if attribution.failure:
-        return [f"{'at fault':11} not found: {attribution.failure}"]
-    label = "fixed by" if found.plan.find_fix else "at fault"
-    named = {c.name for c in found.blamed}
-    spared = "" if found.range.package in named else f", not {found.range.package}"
-    line = f"{label:11} {_cause(found, found.blamed)}"
-    others = [_cause(found, other) for other in found.others]
-    if not attribution.separable:
-        line += f": not separable, {attribution.unresolved} mixtures could not be run"
-    elif others and not attribution.needed:
-        line = f"{label:11} either suffices: {'; or '.join([line[12:], *others])}"
-    elif others:
-        line += f"{spared}; in the good set also {'; or '.join(others)}, without which the bad set stays red"
-    elif not attribution.needed:
-        line += f"{spared}: sufficient, but the bad set without it stays red"
-    else:
-        line += spared
-    along = [str(c) for cause in (found.blamed, *found.others) for c in cause if c.name in found.pinned]
-    with_it = f"{'':11} with {some(along, SHOWN)}: pinned by it, not tried apart"
-    return [line, with_it] if along else [line]
-
-
-def _cause(found: Answer, cause: Iterable[PackageChange]) -> str:
-    return ", ".join(str(change) for change in cause if change.name not in found.pinned)
-
-
-def write_json(path: Path, found: Answer, bisection: Bisection, **more: Any) -> None:
-    """Write all readings and results of the bisect to a JSON file, atomically."""
-    span, result = found.range, found.result
-    suspects = [span.versions[i] for i in result.suspects]
-    attribution = found.attribution
-    raw = {
-        "schema": SCHEMA,
-        "command": " ".join(found.plan.command),
-        "package": span.package,
-        "good": span.good,
-        "bad": span.bad,
-        "find_fix": found.plan.find_fix,
-        "candidates": list(span.versions),
-        "failure": result.failure,
-        "first": suspects[-1] if suspects else None,
-        "suspects": suspects,
-        "last": None if result.last_old is None else span.versions[result.last_old],
-        "posterior": result.posterior,
-        "sure": found.sure,
-        "probes": result.probes,
-        "confirmed": result.confirmed,
-        "misreads": result.misreads,
-        "noise": {"false_bad": found.noise[0], "false_good": found.noise[1]},
-        "versions_read": found.read,
-        "earlier_changes": [span.versions[i] for i in result.earlier],
-        "at_fault": [vars(c) for c in found.blamed],
-        "pinned": sorted(found.pinned),
-        "also_sufficient": [[vars(c) for c in other] for other in found.others],
-        "attribution": attribution
-        and {k: v for k, v in vars(attribution).items() if k not in ("changes", "others")},
-        "deciding": list(found.deciding),
-        "changed": list(found.changed),
-        "compare": list(found.links),
-        "findings": [vars(f) | {"decision": f.decision.name} for f in found.findings],
-        "repro": found.repro,
-        "readings": [
-            {
-                "version": step.version,
-                "outcome": step.outcome.value,
-                "failure": step.reading.failure,
-                "exit_code": step.reading.code,
-                "seconds": step.reading.seconds,
-                "host": step.reading.host,
-                "folder": f"probes/{step.reading.place.name}",
-            }
-            for step in bisection.steps()
-        ],
-        **more,
-    }
-    write_atomic(path, json.dumps(raw, indent=1) + "\n")

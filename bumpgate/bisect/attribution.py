@@ -2,8 +2,7 @@
 
 The good set is green and the bad set is red. A mixture is the good set with some packages as in the bad one.
 Packages that only work together form one part, which comes from one side as a unit. A cause is then checked from the
-other side: the bad set without it must be green. The module has no I/O: the caller passes the probe function, and the
-readings of an interrupted run.
+other side: the bad set without it must be green. The module has no I/O.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from bumpgate.bisect.search import UNKNOWN_LIMIT, ProbeOutcome
+from bumpgate.bisect.search import BAD, GOOD, OTHER, SKIP, UNKNOWN, UNKNOWN_LIMIT, ProbeOutcome
 from bumpgate.core.errors import BumpgateError
 
 Packages = Mapping[str, str]
@@ -23,7 +22,6 @@ Mixture = frozenset[str]
 
 # Maximum number of independent causes to search for, if the bad set stays red without the first one.
 CAUSES = 3
-
 # Attribution starts after the search has verified both sets.
 PRIOR_RED = 0.5
 
@@ -48,15 +46,13 @@ class PackageChange:
 class Attribution:
     """Result of delta debugging.
 
-    changes: the packages at fault, by name. With them alone the good set is red. With any one part of them removed, no
-        reading was red.
-    needed: whether the bad set without these changes was seen green. If not, they explain the bad set only together
-        with `others`, or not for certain.
+    changes: the packages at fault, by name. With them alone the good set is red, without any one part it is not.
+    needed: whether the bad set without these changes was seen green.
     others: further sets of changes that turn the good set red, each alone.
     separable: False if a mixture that could show a smaller cause, or check this one, could not be run.
     probes: number of readings, repeats and failed installs included.
     mixtures: number of different package sets probed.
-    unresolved: mixtures that did not install or gave no verdict; if any, the answer may include too many packages.
+    unresolved: mixtures that did not install or gave no verdict.
     failure: why there is no answer, one line; empty if there is one.
     """
 
@@ -99,12 +95,11 @@ def attribute(
     for mixture, outcome in known:
         readings.known[mixture].append(outcome)
     everything = _names(parts)
-    for named, names in ((ProbeOutcome.GOOD, []), (ProbeOutcome.BAD, everything)):
+    for named, names in ((GOOD, []), (BAD, everything)):
         read = readings.of(names)
         if read is not named:
-            return readings.answer(
-                [], f"the {named.value.lower()} set reads {read.value}: nothing to attribute"
-            )
+            why = f"the {named.value.lower()} set reads {read.value}: nothing to attribute"
+            return readings.answer([], why)
     causes, left = [_cause(parts, readings, first)], parts
     while left := [part for part in left if part not in causes[-1]]:
         if len(causes) == CAUSES or not readings.red(left):
@@ -129,7 +124,7 @@ def _cause(parts: list[Mixture], readings: _Readings, first: str) -> list[Mixtur
 
 def _needed(cause: list[Mixture], parts: list[Mixture], readings: _Readings) -> bool:
     """Return whether the bad set without `cause` is green."""
-    return readings.of(_names([part for part in parts if part not in cause])) is ProbeOutcome.GOOD
+    return readings.of(_names([part for part in parts if part not in cause])) is GOOD
 
 
 def _names(parts: Iterable[Mixture]) -> list[str]:
@@ -178,7 +173,7 @@ class _Readings:
     probes: int = 0
 
     def red(self, parts: list[Mixture]) -> bool:
-        return self.of(_names(parts)) is ProbeOutcome.BAD
+        return self.of(_names(parts)) is BAD
 
     def of(self, names: Iterable[str]) -> ProbeOutcome:
         mixture = frozenset(names)
@@ -187,20 +182,15 @@ class _Readings:
         return self.verdicts[mixture]
 
     def answer(
-        self,
-        names: Collection[str],
-        failure: str = "",
-        needed: bool = True,
-        others: Iterable[Collection[str]] = (),
+        self, names: list[str], failure: str = "", needed: bool = True, others: Iterable[list[str]] = ()
     ) -> Attribution:
         every = changes(self.good, self.bad)
         blamed, *more = (tuple(c for c in every if c.name in part) for part in (names, *others))
-        unread = [m for m, v in self.verdicts.items() if v not in (ProbeOutcome.GOOD, ProbeOutcome.BAD)]
+        unread = [m for m, v in self.verdicts.items() if v not in (GOOD, BAD)]
         without = frozenset(c.name for c in every).difference(names)
-        open_ = any(m < frozenset(names) or m == without for m in unread)
-        return Attribution(
-            blamed, self.probes, len(self.verdicts), len(unread), failure, needed, tuple(more), not open_
-        )
+        separable = not any(m < frozenset(names) or m == without for m in unread)
+        counts = self.probes, len(self.verdicts), len(unread)
+        return Attribution(blamed, *counts, failure, needed, tuple(more), separable)
 
     def _settle(self, mixture: Mixture) -> ProbeOutcome:
         """Read until a verdict is certain enough (Wald's sequential test). SKIP is final, and so are a few UNKNOWN."""
@@ -208,19 +198,13 @@ class _Readings:
         while True:
             outcome = self._read(mixture)
             seen[outcome] += 1
-            if (
-                outcome in (ProbeOutcome.SKIP, ProbeOutcome.OTHER)
-                or seen[ProbeOutcome.UNKNOWN] >= UNKNOWN_LIMIT
-            ):
+            if outcome in (SKIP, OTHER) or seen[UNKNOWN] >= UNKNOWN_LIMIT:
                 return outcome
-            counts = seen[ProbeOutcome.BAD], seen[ProbeOutcome.GOOD]
+            counts = seen[BAD], seen[GOOD]
             if_bad = PRIOR_RED * math.prod(map(pow, (1 - self.false_good, self.false_good), counts))
             if_good = (1 - PRIOR_RED) * math.prod(map(pow, (self.false_bad, 1 - self.false_bad), counts))
-            for verdict, weight, other in (
-                (ProbeOutcome.BAD, if_bad, if_good),
-                (ProbeOutcome.GOOD, if_good, if_bad),
-            ):
-                if any(counts) and other <= self.doubt * (weight + other):
+            for verdict, other in ((BAD, if_good), (GOOD, if_bad)):
+                if any(counts) and other <= self.doubt * (if_bad + if_good):
                     return verdict
 
     def _read(self, mixture: Mixture) -> ProbeOutcome:

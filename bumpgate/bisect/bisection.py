@@ -16,7 +16,7 @@ from bumpgate.bisect import wheel_metadata
 from bumpgate.bisect.attribution import Attribution, Mixture, attribute, changes
 from bumpgate.bisect.journal import Journal
 from bumpgate.bisect.probe import READING, Build, Cause, ProbeResult, Reading, Test, keep, load, take
-from bumpgate.bisect.search import ProbeOutcome, Search, SearchResult
+from bumpgate.bisect.search import BAD, GOOD, ProbeOutcome, SearchResult
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.text import some
 from bumpgate.env.build import Environment
@@ -28,6 +28,8 @@ TRIES = 2
 MISREADS = 0.4
 # Maximum number of packages in the name of a mixture.
 SHOWN = 4
+# What a mixture has from the request of a candidate.
+SOURCES = ("python", "index", "find_links", "offline", "script", "only_wheels")
 
 
 class MachineError(BumpgateError):
@@ -44,21 +46,6 @@ class Hosts(Protocol):
         """Yield the reading of each job as it ends, saved at the job's place; one that was lost has Cause.MACHINE."""
 
 
-@dataclass(frozen=True)
-class ThisHost:
-    """Takes readings in this process, one after another."""
-
-    build: Build
-    test: Test
-
-    def number(self) -> int:
-        return 1
-
-    def take(self, jobs: Sequence[tuple[Path, Request]]) -> Iterator[Reading]:
-        for place, request in jobs:
-            yield take(place, request, self.build, self.test)
-
-
 class Show(Protocol):
     """Progress callbacks of a watcher."""
 
@@ -68,16 +55,13 @@ class Show(Protocol):
 
 
 @dataclass(frozen=True)
-class BisectContext:
-    """Dependencies of a bisect.
+class Setup:
+    """The environments of a bisect and the test that judges them; it takes readings in this process.
 
     package: the package whose versions are the candidates.
-    out: the folder of the readings.
-    request: from a version to its request.
+    request: from a version to the request of its environment.
     build: builds a request, or finds it in the cache.
-    hosts: take the readings.
     test: judges the readings.
-    show: the progress callbacks.
     reliable: a probe is a complete sequential test, so that one reading settles a mixture whatever the plan's misread
         rates are, unless earlier readings contradicted each other.
     together: groups the packages of the two neighbours that a mixture takes from the same side.
@@ -85,60 +69,50 @@ class BisectContext:
     """
 
     package: str
-    out: Path
     request: Callable[[str], Request]
     build: Build
-    hosts: Hosts
     test: Test
-    show: Show
     reliable: bool = False
     together: Callable[[Environment, Environment], list[set[str]]] = wheel_metadata.together
     follow: frozenset[str] = frozenset()
 
+    def number(self) -> int:
+        return 1
 
-@dataclass(frozen=True)
-class Step:
-    """One reading recorded in the search."""
-
-    version: str
-    outcome: ProbeOutcome
-    reading: Reading
+    def take(self, jobs: Sequence[tuple[Path, Request]]) -> Iterator[Reading]:
+        for place, request in jobs:
+            yield take(place, request, self.build, self.test)
 
 
 class Bisection:
-    """One bisect, continued from the state of its journal."""
+    """One bisect, continued from the state of its journal. out: the folder of its readings."""
 
-    def __init__(self, state: Journal, context: BisectContext) -> None:
-        self.state = state
-        self.context = context
+    def __init__(self, state: Journal, setup: Setup, out: Path, hosts: Hosts, show: Show) -> None:
+        self.state, self.setup, self.out, self.hosts, self.show = state, setup, out, hosts, show
+        self.search = state.search
+        self.ends = self.search.first, self.search.last
         self._machine_failed = False
-
-    @property
-    def search(self) -> Search:
-        return self.state.search
 
     def run(self) -> SearchResult:
         """Probe until the search has its answer. Raises MachineError, ProbeError, KeyboardInterrupt."""
         self._learn()
-        while pending := self.state.decide(self.context.hosts.number()):
+        while pending := self.state.decide(self.hosts.number()):
             self._read(pending)
         result = self.search.result()
         assert result is not None, "the journal has no further decision only if there is an answer"
         return result
 
-    def steps(self) -> Iterator[Step]:
-        """Yield all recorded readings, in order."""
+    def steps(self) -> Iterator[tuple[int, ProbeOutcome, Reading]]:
+        """Yield the candidate, the outcome and the reading of each recorded step, in order."""
         seen = Counter[int]()
         for index, outcome in self.search.history:
             place = self._place(index, seen[index])
-            gone = Reading(place, Cause.RAN, failure="its files are gone")
-            yield Step(self.search.candidates[index], outcome, load(place) or gone)
+            yield index, outcome, load(place) or Reading(place, Cause.RAN, failure="its files are gone")
             seen[index] += 1
 
     def reading_of(self, index: int, outcome: ProbeOutcome) -> Reading | None:
         """Return the candidate's first reading with this outcome, or None."""
-        version = self.search.candidates[index]
-        return next((s.reading for s in self.steps() if (s.version, s.outcome) == (version, outcome)), None)
+        return next((reading for i, o, reading in self.steps() if (i, o) == (index, outcome)), None)
 
     def neighbours(self, result: SearchResult) -> tuple[int, int]:
         """Return the indices of the two candidates around the change, the good one first."""
@@ -148,18 +122,13 @@ class Bisection:
 
     def environments(self, result: SearchResult) -> tuple[Environment, Environment]:
         """Return the environments of the two neighbours, the good one first; both have been built."""
-        good, bad = (self.context.build(self._request(i)) for i in self.neighbours(result))
+        good, bad = (self.setup.build(self._request(i)) for i in self.neighbours(result))
         return good, bad
-
-    def in_order(self, result: SearchResult) -> tuple[Environment, Environment]:
-        """Return the environments of the two neighbours, the earlier version first."""
-        good, bad = self.environments(result)
-        return (bad, good) if self.search.find_fix else (good, bad)
 
     def attribute(self, result: SearchResult) -> Attribution | None:
         """Find the package at fault between the two neighbours' sets; None if the sets are equal."""
         good, bad = (
-            replace(e, packages={n: v for n, v in e.packages.items() if n not in self.context.follow})
+            replace(e, packages={n: v for n, v in e.packages.items() if n not in self.setup.follow})
             for e in self.environments(result)
         )
         changed = frozenset(change.name for change in changes(good.packages, bad.packages))
@@ -170,40 +139,42 @@ class Bisection:
         # One reading settles a mixture, unless the test has contradicted itself.
         estimated = self.search.noise() if result.misreads else (0.0, 0.0)
         plan = self.state.plan
-        once = self.context.reliable and not result.misreads
+        once = self.setup.reliable and not result.misreads
         stated = (None, None) if once else (plan.false_bad, plan.false_good)
-        false_bad, false_good = (e if s is None else s for s, e in zip(stated, estimated))
+        false_bad, false_good = (min(e if s is None else s, MISREADS) for s, e in zip(stated, estimated))
         return attribute(
             good.packages,
             bad.packages,
             self._probe_mixture,
-            self.context.together(good, bad),
-            noise=(min(false_bad, MISREADS), min(false_good, MISREADS)),
+            self.setup.together(good, bad),
+            noise=(false_bad, false_good),
             confidence=plan.confidence,
             known=[*known, *self.state.mixtures],
-            first=self.context.package,
+            first=self.setup.package,
         )
 
     def _probe_mixture(self, mixture: Mixture, packages: Mapping[str, str]) -> ProbeOutcome:
         self.state.decide_mixture(mixture)
         digest = hashlib.sha256("\n".join(sorted(mixture)).encode()).hexdigest()[:12]
         attempt = sum(m == mixture for m, _ in self.state.mixtures)
-        parts = [f"{n} {packages.get(n, '(absent)')}" for n in self._by_importance(mixture)]
+        # The bisected package comes first, libraries that another package pins come last.
+        linked = wheel_metadata.LINKED
+        named = sorted(mixture, key=lambda n: (n != self.setup.package, bool(linked.fullmatch(n)), n))
+        parts = [f"{n} {packages.get(n, '(absent)')}" for n in named]
         name = f"the good set with {some(parts, SHOWN) or 'nothing'}"
-        self.context.show.probing(name)
-        place = self.context.out / "mixtures" / f"{digest}.{attempt}"
-        self._take({place: _mixture_request(packages, self._request(self.search.first))})
+        self.show.probing(name)
+        place = self.out / "mixtures" / f"{digest}.{attempt}"
+        # Dependencies are ignored: the pins contradict each other.
+        pins = tuple(f"{n}==={version}" for n, version in sorted(packages.items()))
+        like = self._request(self.search.first)
+        sources = {name: getattr(like, name) for name in SOURCES}
+        self._take({place: Request(pins, **sources, dependencies=False, name="a mixture")})
         reading = load(place)
         assert reading is not None, f"{place} has no reading"
-        result = self.context.test.judge(reading)
+        result = self.setup.test.judge(reading)
         self.state.record_mixture(mixture, result.outcome)
-        self.context.show.probed(name, reading, result, "")
+        self.show.probed(name, reading, result, "")
         return result.outcome
-
-    def _by_importance(self, mixture: Mixture) -> list[str]:
-        """Sort a mixture's names: the bisected package first, libraries that another package pins last."""
-        linked = wheel_metadata.LINKED
-        return sorted(mixture, key=lambda n: (n != self.context.package, bool(linked.fullmatch(n)), n))
 
     def _read(self, pending: Sequence[int]) -> None:
         """Take the readings of a decision, as many at once as there are hosts, and record their outcomes.
@@ -211,7 +182,7 @@ class Bisection:
         No reading can be judged before the readings of the endpoints, because the deciding rows are those that differ
         between them.
         """
-        ends = [end for end in self._ends() if self._unjudged(end) and end not in pending]
+        ends = [end for end in self.ends if self._unjudged(end) and end not in pending]
         before = len(self.search.history)
         counts = Counter(i for i, _ in self.search.history)
         jobs: dict[Path, int] = {}
@@ -220,15 +191,15 @@ class Bisection:
             counts[index] += 1
         self._judge(jobs)  # readings of a killed run
         missing = [place for place in jobs if load(place) is None]
-        at_once = self.context.hosts.number()
+        at_once = self.hosts.number()
         while missing:
             group, missing = missing[:at_once], missing[at_once:]
             names = ", ".join(self.search.candidates[jobs[place]] for place in group)
-            self.context.show.probing(f"{self.context.package} {names}")
-            required = [place for place in group if jobs[place] in self._ends()]
+            self.show.probing(f"{self.setup.package} {names}")
+            required = [place for place in group if jobs[place] in self.ends]
             self._take({place: self._request(jobs[place]) for place in group}, required, jobs)
             self._judge(jobs)
-            if any(i in self._ends() and self._unjudged(i) for i, _ in self.search.history[before:]):
+            if any(i in self.ends and self._unjudged(i) for i, _ in self.search.history[before:]):
                 return  # an endpoint has no verdict: it is read again before all others
 
     def _take(
@@ -242,7 +213,7 @@ class Bisection:
         failed: dict[Path, Reading] = {}
         for _ in range(TRIES):
             missing = [(place, request) for place, request in requests.items() if load(place) is None]
-            for reading in self.context.hosts.take(missing) if missing else ():
+            for reading in self.hosts.take(missing) if missing else ():
                 failed.pop(reading.place, None)
                 if reading.cause is Cause.MACHINE:
                     (reading.place / READING).unlink()
@@ -262,28 +233,28 @@ class Bisection:
 
         A candidate's readings are recorded in order: their number is part of the next one's place.
         """
-        ends = [(end, load(self._next_place(end))) for end in self._ends() if self._unjudged(end)]
+        ends = [(end, load(self._next_place(end))) for end in self.ends if self._unjudged(end)]
         for end, reading in ends:
-            unusable = self.context.test.unusable(reading) if reading else None
+            unusable = self.setup.test.unusable(reading) if reading else None
             if reading and unusable:
                 self._record(end, reading, unusable)
                 return
         if not all(reading for _, reading in ends):
             return
-        if any(index in self._ends() for index in jobs.values()):
+        if any(index in self.ends for index in jobs.values()):
             self._learn()
         for place, index in jobs.items():
             reading = load(place) if place == self._next_place(index) else None
             if reading:
-                self._record(index, reading, self.context.test.judge(reading))
+                self._record(index, reading, self.setup.test.judge(reading))
 
     def _learn(self) -> None:
         """Pass all saved endpoint readings to the test, so that a resumed bisect learns the same."""
-        good, bad = ([r for r in self._kept(end) if r.cause is Cause.RAN] for end in self._ends())
+        good, bad = ([r for r in self._kept(end) if r.cause is Cause.RAN] for end in self.ends)
         if self.search.find_fix:
             good, bad = bad, good
         if good and bad:
-            self.context.test.learn(good, bad)
+            self.setup.test.learn(good, bad)
 
     def _kept(self, index: int) -> Iterator[Reading]:
         attempt = 0
@@ -292,39 +263,18 @@ class Bisection:
             attempt += 1
 
     def _record(self, index: int, reading: Reading, result: ProbeResult) -> None:
-        version = self.search.candidates[index]
         self.state.record(index, result.outcome)
         left = "" if self.search.result() else self.search.progress()
-        self.context.show.probed(f"{self.context.package} {version}", reading, result, left)
+        self.show.probed(f"{self.setup.package} {self.search.candidates[index]}", reading, result, left)
 
     def _unjudged(self, index: int) -> bool:
-        return not any(
-            i == index and o in (ProbeOutcome.GOOD, ProbeOutcome.BAD) for i, o in self.search.history
-        )
-
-    def _ends(self) -> tuple[int, int]:
-        return self.search.first, self.search.last
+        return not any(i == index and o in (GOOD, BAD) for i, o in self.search.history)
 
     def _request(self, index: int) -> Request:
-        return self.context.request(self.search.candidates[index])
+        return self.setup.request(self.search.candidates[index])
 
     def _next_place(self, index: int) -> Path:
         return self._place(index, sum(i == index for i, _ in self.search.history))
 
     def _place(self, index: int, attempt: int) -> Path:
-        return self.context.out / "probes" / f"{self.search.candidates[index]}.{attempt}"
-
-
-def _mixture_request(packages: Mapping[str, str], like: Request) -> Request:
-    """Request exactly these packages from the sources of `like`. Dependencies are ignored: the pins conflict."""
-    return Request(
-        tuple(f"{name}==={version}" for name, version in sorted(packages.items())),
-        python=like.python,
-        index=like.index,
-        find_links=like.find_links,
-        offline=like.offline,
-        dependencies=False,
-        script=like.script,
-        only_wheels=like.only_wheels,
-        name="a mixture",
-    )
+        return self.out / "probes" / f"{self.search.candidates[index]}.{attempt}"

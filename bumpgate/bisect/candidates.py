@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
@@ -33,10 +33,7 @@ class RangeError(BumpgateError):
 
 @dataclass(frozen=True)
 class Range:
-    """Range of candidates.
-
-    versions: oldest first, both endpoints included. yanked: versions left out. missing: days without a build.
-    """
+    """Versions from the early endpoint to the late one. yanked: those left out. missing: days without a build."""
 
     package: str
     versions: tuple[str, ...]
@@ -48,11 +45,11 @@ class Range:
 
     def summary(self, about: int) -> str:
         """`torch: 17 versions between 2.9.0 (good) and 2.13.0 (bad), about 9 probes`; about: the number of probes."""
-        text = f"{self.package}: {len(self.versions) - 2} version{'s' * (len(self.versions) != 3)} between "
-        states = ("good", "bad") if self.good == self.versions[0] else ("bad", "good")
-        ends = [f"{self.label(v)} ({s})" for v, s in zip((self.versions[0], self.versions[-1]), states)]
-        text += f"{' and '.join(ends)}, "
-        text += f"about {about} probes if all install and none misreads"
+        first, *inside, last = self.versions
+        states = ("good", "bad") if self.good == first else ("bad", "good")
+        ends = " and ".join(f"{self.label(v)} ({s})" for v, s in zip((first, last), states))
+        text = f"{self.package}: {len(inside)} version{'s' * (len(inside) != 1)} between {ends},"
+        text += f" about {about} probes if all install and none misreads"
         left_out = [f"{len(self.yanked)} yanked ({', '.join(self.yanked)})"] if self.yanked else []
         left_out += [f"{self.missing} day{'s' * (self.missing != 1)} without a build"] if self.missing else []
         return f"{text}; left out: {', '.join(left_out)}" if left_out else text
@@ -79,19 +76,16 @@ def between(
     """
     early, late = (bad, good) if find_fix else (good, bad)
     if any(DATE.fullmatch(end) for end in (early, late)) and not any(f.date for f in found):
-        raise RangeError(
-            f"{package}: no version here has a date: name versions, such as --good {found[0].version}"
-        )
-    variant = _variant(early, late)
-    listed = _of_variant(found, variant, by_commit=_names_commit(early, late))
+        why = f"no version here has a date: name versions, such as --good {found[0].version}"
+        raise RangeError(f"{package}: {why}")
+    listed = _of_variant(found, early, late)
     first, last = _resolve(package, listed, early, later=False), _resolve(package, listed, late, later=True)
     if first == last:
         raise RangeError(f"--good {good} and --bad {bad} are one version, {package} {listed[first].version}")
     if first > last:
-        other = (
-            "drop --find-fix to find the first bad one" if find_fix else "--find-fix finds the first good one"
-        )
-        order = "after" if find_fix else "before"
+        order, other = "before", "--find-fix finds the first good one"
+        if find_fix:
+            order, other = "after", "drop --find-fix to find the first bad one"
         raise RangeError(f"good {good} does not come {order} bad {bad}: swap them, or {other}")
     inside = listed[first : last + 1]
     kept = [f for f in inside if f.yanked is None or f in (inside[0], inside[-1])]
@@ -113,60 +107,50 @@ def _version(text: str) -> Version:
     try:
         return Version(text)
     except InvalidVersion:
-        raise RangeError(
-            f"{text!r} is neither a version such as 2.13.0 nor a date such as 2026-10-01"
-        ) from None
+        why = "is neither a version such as 2.13.0 nor a date such as 2026-10-01"
+        raise RangeError(f"{text!r} {why}") from None
 
 
-def _variant(*ends: str) -> str | None:
-    """Return the build variant ("cpu", "cu126") that the endpoints name, or None. Raises RangeError if they differ."""
-    named = {Version(end).local for end in ends if not DATE.fullmatch(end) and _version(end).local}
-    variants = {local for local in named if local and not local.startswith("git")}
-    if len(variants) > 1:
-        raise RangeError(
-            f"the endpoints are of two variants, {' and '.join(sorted(variants))}: name both of one"
-        )
-    return variants.pop() if variants else None
+def _of_variant(found: Sequence[FoundVersion], *ends: str) -> list[FoundVersion]:
+    """Drop other variants ("cpu", "cu126") of versions that have a build of the one that the endpoints name.
 
-
-def _names_commit(*ends: str) -> bool:
-    """Return whether an endpoint is a build by commit, such as 3.6.0+git1111111."""
-    return any(not DATE.fullmatch(end) and (_version(end).local or "").startswith("git") for end in ends)
-
-
-def _of_variant(
-    found: Sequence[FoundVersion], variant: str | None, *, by_commit: bool = False
-) -> list[FoundVersion]:
-    """Drop other variants of versions that have a build of the requested one (by default the one without a suffix).
-
-    by_commit: keep builds by commit, also of a version that is released.
+    Without a named variant, the build without a suffix is kept. If an endpoint is a build by commit, such as
+    3.6.0+git1111111, such builds are kept, also of a version that is released. Raises RangeError for two variants.
     """
+    named = {_version(end).local or "" for end in ends if not DATE.fullmatch(end)} - {""}
+    variants = sorted(local for local in named if not local.startswith("git"))
+    if len(variants) > 1:
+        raise RangeError(f"the endpoints are of two variants, {' and '.join(variants)}: name both of one")
+    variant = variants[0] if variants else None
+    by_commit = len(named) > len(variants)
     plain = {Version(f.version).public for f in found if Version(f.version).local == variant}
     return [
         f
         for f in found
         if Version(f.version).local == variant
-        or (by_commit and (Version(f.version).local or "").startswith("git"))
+        or (by_commit and _is_by_commit(f))
         or (Version(f.version).public not in plain and (not variant or not Version(f.version).local))
     ]
+
+
+def _is_by_commit(found: FoundVersion) -> bool:
+    return (Version(found.version).local or "").startswith("git")
 
 
 def _resolve(package: str, found: Sequence[FoundVersion], end: str, *, later: bool) -> int:
     """Return the index of the version that an endpoint names."""
     if DATE.fullmatch(end):
         return _on(package, found, end, later=later)
-    target = _version(end)
-    exact = [i for i, f in enumerate(found) if Version(f.version) == target]
-    public = [
-        i for i, f in enumerate(found) if not target.local and Version(f.version).public == target.public
-    ]
-    matches = exact or public
+    target, listed = _version(end), [Version(f.version) for f in found]
+    matches = [i for i, version in enumerate(listed) if version == target]
+    if not matches and not target.local:
+        matches = [i for i, version in enumerate(listed) if version.public == target.public]
     if len(matches) == 1:
         return matches[0]
     if matches:
         raise RangeError(f"{package} {end} comes as {', '.join(found[i].version for i in matches)}: name one")
-    older = [f.version for f in found if Version(f.version) < target][-1:]
-    newer = [f.version for f in found if Version(f.version) > target][:1]
+    older = [f.version for f, version in zip(found, listed) if version < target][-1:]
+    newer = [f.version for f, version in zip(found, listed) if version > target][:1]
     near = ", ".join(older + newer)
     raise RangeError(f"{package} {end} is not among the {len(found)} versions here; next to it: {near}")
 
@@ -187,20 +171,15 @@ def _on(package: str, found: Sequence[FoundVersion], end: str, *, later: bool) -
     raise RangeError(f"{package}: no build of {day} or {side}; the {which} is {found[i].version} of {edge}")
 
 
-def _check_order(package: str, found: Iterable[FoundVersion]) -> None:
-    found = list(found)
-    loose = [f for f in found if "is not known" in f.note]
-    if loose:
-        raise RangeError(
-            f"{package} {loose[0].version}: {loose[0].note}: name an index that gives upload times"
-        )
+def _check_order(package: str, found: Sequence[FoundVersion]) -> None:
+    if loose := next((f for f in found if "is not known" in f.note), None):
+        raise RangeError(f"{package} {loose.version}: {loose.note}: name an index that gives upload times")
     # Builds by commit are ordered by date; variants of one version have no order.
-    publics = Counter(
-        Version(f.version).public for f in found if not (Version(f.version).local or "").startswith("git")
-    )
-    public, count = publics.most_common(1)[0] if publics else ("", 0)
-    if count > 1:
-        names = [f.version for f in found if Version(f.version).public == public]
+    variants: dict[str, list[str]] = defaultdict(list)
+    for f in found:
+        if not _is_by_commit(f):
+            variants[Version(f.version).public].append(f.version)
+    if names := next((names for names in variants.values() if len(names) > 1), None):
         raise RangeError(f"{package} comes in variants ({', '.join(names)}): name one in both endpoints")
 
 
@@ -210,10 +189,10 @@ class PreparedError(BumpgateError):
 
 @dataclass(frozen=True)
 class Prepared:
-    """The environments FOLDER/NAME, each with its bin/python; a machine without an index has no other ones.
+    """The environments FOLDER/NAME, each with its bin/python.
 
-    Of several with the same version of `package`, the first by name is the candidate. The others have it together with
-    other versions of its set, and are for attribution alone.
+    Of several with the same version of `package`, the first by name is the candidate; the others are mixtures, for
+    attribution alone.
     """
 
     folder: Path
@@ -225,16 +204,16 @@ class Prepared:
         out = []
         for python in sorted(self.folder.absolute().glob("*/bin/python")):
             name = python.parent.parent.name
+            child = Interpreter(python, python.parent, child_environment(python, None))
             try:
-                packages = _installed(python)
+                packages = child.json("-I", "-c", INSTALLED, timeout=IMPORT_SECONDS)
             except ChildFault as fault:
                 raise PreparedError(f"--environments: {python} does not run: {fault}") from None
             if self.package in packages:
                 out.append(Environment(name, python, name, packages))
         if not out:
-            raise PreparedError(
-                f"--environments {self.folder}: no NAME/bin/python in it has {self.package} installed"
-            )
+            why = f"no NAME/bin/python in it has {self.package} installed"
+            raise PreparedError(f"--environments {self.folder}: {why}")
         return tuple(out)
 
     def versions(self) -> list[FoundVersion]:
@@ -260,23 +239,14 @@ class Prepared:
 
     def together(self, good: Environment, bad: Environment) -> list[set[str]]:
         """Group the packages that no prepared environment separates: each one has all of a group from the same side."""
-        mixed = [
-            e.packages for e in self.environments if _is_mixture(e.packages, good.packages, bad.packages)
-        ]
+        sides = good.packages, bad.packages
+
+        def is_mixture(packages: Mapping[str, str]) -> bool:
+            names = packages.keys() | sides[0].keys() | sides[1].keys()
+            return all(packages.get(name) in [side.get(name) for side in sides] for name in names)
+
+        mixed = [e.packages for e in self.environments if is_mixture(e.packages)]
         groups: dict[tuple[bool, ...], set[str]] = defaultdict(set)
         for name in good.packages.keys() | bad.packages.keys():
             groups[tuple(packages.get(name) == bad.packages.get(name) for packages in mixed)].add(name)
         return list(groups.values())
-
-
-def _installed(python: Path) -> dict[str, str]:
-    """Return the packages of an interpreter, canonical name to version. Raises ChildFault if it does not run."""
-    child = Interpreter(python, python.parent, child_environment(python, None))
-    packages: dict[str, str] = child.json("-I", "-c", INSTALLED, timeout=IMPORT_SECONDS)
-    return packages
-
-
-def _is_mixture(packages: Mapping[str, str], good: Mapping[str, str], bad: Mapping[str, str]) -> bool:
-    """Return whether each package has its version of one of the two sides."""
-    names = packages.keys() | good.keys() | bad.keys()
-    return all(packages.get(name) in (good.get(name), bad.get(name)) for name in names)

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import typer
 from rich.console import Console
 
 from bumpgate.bisect import journal as journals
-from bumpgate.bisect.answer import Answer, Watcher, answer, closing_text, so_far, text, write_json
-from bumpgate.bisect.bisection import BisectContext, Bisection, Hosts, MachineError, ThisHost
+from bumpgate.bisect.answer import Watcher, answer, closing_text, so_far, text
+from bumpgate.bisect.attribution import Attribution
+from bumpgate.bisect.bisection import Bisection, Hosts, MachineError, Setup
 from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.journal import BisectPlan, Journal, JournalExistsError
-from bumpgate.bisect.options import BisectError, Options, Setup
+from bumpgate.bisect.options import BisectError, Options
 from bumpgate.bisect.probe import Test
 from bumpgate.bisect.search import SearchFailure, SearchResult
 from bumpgate.core.command_line import takes
+from bumpgate.core.rows import write_atomic
 
 STATE, JSON = "state.jsonl", "bisect.json"
 UNKNOWN, INTERRUPTED = 125, 130
-
-
-class Fleet(Protocol):
-    """Hosts that `bumpgate fleet` has connected to."""
-
-    def check(self, options: Options) -> None:
-        """Raise BumpgateError, one line, for a bisect that hosts cannot share."""
-
-    def hosts(self, options: Options, good: str) -> Hosts:
-        """Return what takes the readings of a bisect. good: the version of the good endpoint."""
-
-    def line(self) -> tuple[str, ...]:
-        """Return the start of the command line that connects again."""
 
 
 @takes(Options)
@@ -52,16 +41,17 @@ def command(options: Options) -> None:
     raise typer.Exit(run(options))
 
 
-def run(options: Options, fleet: Fleet | None = None) -> int:
-    """Run a bisect and return its exit code. fleet: takes the readings, instead of this process.
+def run(
+    options: Options, hosts: Callable[[Options, str], Hosts] | None = None, words: tuple[str, ...] = ()
+) -> int:
+    """Run a bisect and return its exit code. Raises BumpgateError on bad input, before anything is installed.
 
-    Raises BumpgateError on bad input, before anything is installed.
+    hosts: from the options and the version of the good endpoint to what takes the readings, instead of this process.
+    words: what comes before `bisect` on the command line.
     """
     options = options.resolved()
     with _terminable():
         root = options.check()
-        if fleet:
-            fleet.check(options)
         state, span = _continue(options) if options.resume else (None, None)
         span = span or options.range(root)
         setup = options.setup(root, span.good, say=lambda line: typer.echo(line, err=True))
@@ -70,11 +60,10 @@ def run(options: Options, fleet: Fleet | None = None) -> int:
                 options.check_selection(root)
             state = _begin(options.folder, options.plan(span, setup.test))
             typer.echo(span.summary(state.search.steps_left()))
-        hosts = fleet.hosts(options, span.good) if fleet else ThisHost(setup.build, setup.test)
-        again = options.resume_line(*(fleet.line() if fleet else ()), "bisect")
+        again = options.resume_line(*words, "bisect")
         with state:
             try:
-                return _search(options, state, span, setup, hosts)
+                return _search(options, state, span, setup, hosts(options, span.good) if hosts else setup)
             except KeyboardInterrupt:
                 count = len(state.search.history)
                 typer.echo(f"interrupted; {count} probes are saved. Continue with:\n  {again}", err=True)
@@ -93,45 +82,30 @@ def _search(options: Options, state: Journal, span: Range, setup: Setup, hosts: 
     """Search, print and save the answer, then attribute it. Returns the exit code."""
     started = time.monotonic()
     watcher = Watcher(Console(soft_wrap=True))
-    context = BisectContext(
-        package=options.package,
-        out=options.folder,
-        request=setup.request,
-        build=setup.build,
-        hosts=hosts,
-        test=setup.test,
-        show=watcher,
-        reliable=options.timed,
-        together=setup.together,
-        follow=setup.follow,
-    )
-    bisection = Bisection(state, context)
-
-    def seconds() -> dict[str, float]:
-        # A resumed bisect reuses the reading, and its seconds, of a probe that had finished before the kill.
-        overhead = max(0.0, time.monotonic() - started - watcher.seconds)
-        return {"probes": watcher.seconds, "overhead": overhead}
-
-    def save(found: Answer) -> None:
-        write_json(options.folder / JSON, found, bisection, seconds=seconds())
-
+    bisection = Bisection(state, setup, options.folder, hosts, watcher)
     with watcher:
         result = bisection.run()
-    if not result.found:
-        save(Answer(span, state.plan, result, deciding=setup.test.deciding))
-        return _no_answer(result, setup.test, watcher.last)
-    found = answer(bisection, span, result, None)
+
+    def save(attribution: Attribution | None = None) -> dict[str, object]:
+        # A resumed bisect reuses the reading, and its seconds, of a probe that had finished before the kill.
+        overhead = max(0.0, time.monotonic() - started - watcher.seconds)
+        found = answer(bisection, span, result, attribution)
+        found["seconds"] = {"probes": watcher.seconds, "overhead": overhead}
+        write_atomic(options.folder / JSON, json.dumps(found, indent=1) + "\n")
+        return found
+
     # Print and save now: attribution may take longer than the search, and may be interrupted.
-    save(found)
-    typer.echo(text(found))
+    found = save()
+    if not result.found:
+        return _no_answer(result, setup.test, watcher.last)
+    typer.echo(text(found, span))
     if options.attribution:
         with watcher:
             blamed = bisection.attribute(result)
-        found = answer(bisection, span, result, blamed)
-        save(found)
-    typer.echo(closing_text(found, **seconds()))
+        found = save(blamed)
+    typer.echo(closing_text(found))
     typer.echo(f"{'written':11} {options.folder / JSON}")
-    return 0 if found.sure else UNKNOWN
+    return 0 if found["sure"] else UNKNOWN
 
 
 def _no_answer(result: SearchResult, test: Test, last: str) -> int:
@@ -174,16 +148,13 @@ def _continue(options: Options) -> tuple[Journal | None, Range | None]:
         typer.echo(f"nothing to resume in {out}: starting")
         return None, None
     state = journals.resume(path)
-    plan = state.plan
-    other = ""
+    plan, other = state.plan, ""
     if plan.command != options.line():
         line = shlex.join(["bumpgate", "bisect", *plan.command])
         other = f"{out} holds another bisect: name another --out, or continue it: {line} --resume"
     elif plan.finding and options.finding and plan.finding != options.finding.digest:
-        other = (
-            f"{out} is of another finding than {options.from_gate} has now, which was written again:"
-            " name another --out"
-        )
+        other = f"{out} is of another finding than {options.from_gate} has now, which was written again: name another"
+        other += " --out"
     if other:
         state.close()
         raise BisectError(other)

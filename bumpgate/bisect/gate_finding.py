@@ -37,10 +37,10 @@ class GateFinding:
 
     nodes: the tests that show it.
     good, bad: package -> version of the adopted and of the candidate side.
-    options: of pytest, as in the gate.
-    tests, ratios: the rows of one test, if the finding is SLOWER; empty for any other finding. row id -> node id, and
-        row id -> the candidate's time divided by the adopted build's time.
+    tests: row id -> node id of the slower rows of one test, if the finding is SLOWER.
+    ratios: row id -> the candidate's time divided by the adopted build's time.
     sessions: the gate's limit; None without one.
+    options: of pytest, as in the gate.
     """
 
     lane: str
@@ -66,14 +66,11 @@ class GateFinding:
         good, bad = self.good.get(package), self.bad.get(package)
         if good and bad and good != bad:
             return good, bad
-        moved = sorted(
-            name for name in self.good.keys() & self.bad.keys() if self.good[name] != self.bad[name]
-        )
-        names = some(moved, SHOWN)
+        both = sorted(self.good.keys() & self.bad.keys())
+        moved = some([name for name in both if self.good[name] != self.bad[name]], SHOWN)
         what = f"{package} is {good} on both sides" if good and bad else f"a side lacks {package}"
-        raise GateFindingError(
-            f"{what}; name --package ({names or 'no version differs'}), or --good and --bad"
-        )
+        moved = moved or "no version differs"
+        raise GateFindingError(f"{what}; name --package ({moved}), or --good and --bad")
 
 
 def load(path: Path, row: str = "") -> GateFinding:
@@ -88,29 +85,29 @@ def load(path: Path, row: str = "") -> GateFinding:
     found = _select(path, gate, row)
     if found.label in UNDECIDABLE:
         raise GateFindingError(f"a {found.label} finding cannot be bisected: {UNDECIDABLE[found.label]}")
-    tests = {
-        j.row.id: j.row.test
-        for side in (gate.adopted, gate.candidate)
-        if side.record
-        for j in side.record.judgements
-    }
-    packages = gate.adopted.packages, gate.candidate.packages
-    options = tuple(
-        options_of(gate.config.get("selection") or (), gate.adopted.record or gate.candidate.record)
-    )
+    records = [side.record for side in (gate.adopted, gate.candidate) if side.record]
+    tests = {j.row.id: j.row.test for record in records for j in record.judgements}
+    options = options_of(gate.config.get("selection") or (), records[0] if records else None)
+    ratios, sessions = {}, None
     if found.label == SLOWER:
-        rows = _rows_of_one_test(path, gate, found, row, tests)
-        ratios = {name: gate.timed[name].ratio for name in rows}
-        limit = gate.config.get("sessions")
-        nodes_of = {name: tests[name] for name in rows}
-        return GateFinding(gate.lane, (tests[rows[0]],), *packages, nodes_of, ratios, limit, options)
-    nodes = tuple(dict.fromkeys(tests[name] for name in found.rows if tests.get(name)))
+        ratios, sessions = _slowdowns_of_one_test(path, gate, found, row, tests), gate.config.get("sessions")
+    shown = [name for name in ratios or found.rows if tests.get(name)]
+    nodes = tuple(dict.fromkeys(tests[name] for name in shown))
     nodes = nodes or tuple(test for test in found.tests if "::" in test)
     if not nodes:
         raise GateFindingError(
             f"the finding {found.label} names no test: use --lane LANE -- PYTEST-SELECTION"
         )
-    return GateFinding(gate.lane, nodes, *packages, options=options)
+    return GateFinding(
+        gate.lane,
+        nodes,
+        gate.adopted.packages,
+        gate.candidate.packages,
+        {name: tests[name] for name in ratios},
+        ratios,
+        sessions,
+        tuple(options),
+    )
 
 
 def _select(path: Path, gate: GateFile, row: str) -> Finding:
@@ -120,19 +117,16 @@ def _select(path: Path, gate: GateFile, row: str) -> Finding:
         raise GateFindingError(f"{path} has no finding that holds the candidate back: nothing to bisect")
     if not row:
         return held[0]
-    for found in held:
-        if row in found.rows:
-            return found
-    rows = [name for f in held for name in f.rows]
-    raise GateFindingError(
-        f"no finding of {path} that holds has row {row}; their rows: {some(rows, SHOWN) or 'none'}"
-    )
+    if found := next((f for f in held if row in f.rows), None):
+        return found
+    rows = some([name for f in held for name in f.rows], SHOWN) or "none"
+    raise GateFindingError(f"no finding of {path} that holds has row {row}; their rows: {rows}")
 
 
-def _rows_of_one_test(
+def _slowdowns_of_one_test(
     path: Path, gate: GateFile, found: Finding, row: str, tests: Mapping[str, str]
-) -> list[str]:
-    """Return the slower rows of the test of `row`, or of the slowest row: one test's processes measure them all."""
+) -> dict[str, float]:
+    """Return the ratios of the slower rows of the test of `row`, or of the slowest row's test."""
     slower = {
         name: gate.timed[name].ratio
         for name in found.rows
@@ -143,4 +137,4 @@ def _rows_of_one_test(
             f"{path} lacks the times or the test of {row or ', '.join(found.rows[:SHOWN])}"
         )
     chosen = row or max(slower, key=lambda name: slower[name])
-    return [name for name in slower if tests[name] == tests[chosen]]
+    return {name: ratio for name, ratio in slower.items() if tests[name] == tests[chosen]}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,17 +50,9 @@ class BisectPlan:
 
     def search(self) -> Search:
         """Create the search. Raises search.SearchError if the plan is invalid."""
-        return Search(
-            self.candidates,
-            self.good,
-            self.bad,
-            self.false_bad,
-            self.false_good,
-            self.confidence,
-            find_fix=self.find_fix,
-            budget=self.budget,
-            confirm=self.confirm,
-        )
+        arguments = asdict(self)
+        del arguments["command"], arguments["finding"]
+        return Search(**arguments)
 
 
 class Journal:
@@ -79,7 +70,7 @@ class Journal:
         self._pending_mixture: Mixture | None = None
 
     def decide(self, hosts: int = 1) -> list[int]:
-        """Return the probes of the last decision that have no outcome yet; without any, save and return search.next().
+        """Return the probes of the last decision without an outcome; if there are none, save and return the next one.
 
         hosts: if more than one, decide on a batch of that many probes; a candidate occurs once per reading.
         """
@@ -108,15 +99,14 @@ class Journal:
         _write(self._file, {"mixture": sorted(mixture), "outcome": outcome.value})
         self._take_mixture(mixture, outcome)
 
-    def close(self) -> None:
+    def close(self, *error: object) -> None:
         """Release the lock; the kernel releases it if the process is killed."""
         self._file.close()
 
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    __exit__ = close
 
     def _take(self, index: int, outcome: ProbeOutcome) -> None:
         self.search.record(index, outcome)
@@ -129,17 +119,17 @@ class Journal:
 
     def _replay(self, entry: Any) -> None:
         """Apply one entry. Raises KeyError, TypeError or ValueError on an entry that this class does not write."""
-        keys = entry.keys()
-        if keys == {"probe"}:
-            self._pending = [int(i) for i in entry["probe"]]
-        elif keys == {"index", "outcome"}:
-            self._take(entry["index"], ProbeOutcome(entry["outcome"]))
-        elif keys == {"mixture"}:
-            self._pending_mixture = frozenset(entry["mixture"])
-        elif keys == {"mixture", "outcome"}:
-            self._take_mixture(frozenset(entry["mixture"]), ProbeOutcome(entry["outcome"]))
-        else:
-            raise ValueError(f"an entry of {', '.join(keys)}")
+        match entry:
+            case {"probe": pending, **rest} if not rest:
+                self._pending = [int(i) for i in pending]
+            case {"index": index, "outcome": outcome, **rest} if not rest:
+                self._take(index, ProbeOutcome(outcome))
+            case {"mixture": mixture, "outcome": outcome, **rest} if not rest:
+                self._take_mixture(frozenset(mixture), ProbeOutcome(outcome))
+            case {"mixture": mixture, **rest} if not rest:
+                self._pending_mixture = frozenset(mixture)
+            case _:
+                raise ValueError("not an entry of a journal")
 
 
 def begin(path: Path, plan: BisectPlan) -> Journal:
@@ -147,14 +137,15 @@ def begin(path: Path, plan: BisectPlan) -> Journal:
     plan.search()
     file = _open(path, os.O_CREAT)
     existing = file.read()
-    header = _line(_header(plan))
+    start = {"bumpgate": "bisect", "schema": SCHEMA, **asdict(plan)}
+    header = _line(start)
     if existing and not (len(existing) < len(header) and header.startswith(existing)):
         file.close()
         raise JournalExistsError(
             f"{path.name} exists: continue it with --resume, or name another --state file"
         )
     file.truncate(0)
-    _write(file, _header(plan))
+    _write(file, start)
     # Sync the directory too: the file's name must survive a power cut, not only its content.
     directory = os.open(path.parent, os.O_RDONLY)
     try:
@@ -176,20 +167,16 @@ def resume(path: Path) -> Journal:
         if not whole:
             raise JournalError(f"{path.name} died before its first decision: start again, without --resume")
         journal = Journal(file, _plan(path, whole[0]))
-        _replay_all(path, journal, whole[1:])
+        for number, line in enumerate(whole[1:], start=2):
+            try:
+                journal._replay(json.loads(line))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                raise JournalError(f"{path.name}: line {number} is damaged ({one_line(error, 80)})") from None
         file.truncate(sum(len(line) + 1 for line in whole))
         return journal
     except BaseException:
         file.close()
         raise
-
-
-def _replay_all(path: Path, journal: Journal, lines: Iterable[bytes]) -> None:
-    for number, line in enumerate(lines, start=2):
-        try:
-            journal._replay(json.loads(line))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise JournalError(f"{path.name}: line {number} is damaged ({one_line(error, 80)})") from None
 
 
 def _open(path: Path, flags: int) -> BinaryIO:
@@ -221,10 +208,6 @@ def _write(file: BinaryIO, entry: dict[str, Any]) -> None:
 
 def _line(entry: dict[str, Any]) -> bytes:
     return json.dumps(entry, allow_nan=False).encode() + b"\n"
-
-
-def _header(plan: BisectPlan) -> dict[str, Any]:
-    return {"bumpgate": "bisect", "schema": SCHEMA, **asdict(plan)}
 
 
 def _plan(path: Path, line: bytes) -> BisectPlan:

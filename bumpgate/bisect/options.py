@@ -13,10 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from packaging.utils import canonicalize_name
+from typer import Argument, Option
 
 from bumpgate.bisect import gate_finding, wheel_metadata
+from bumpgate.bisect.bisection import Setup
 from bumpgate.bisect.candidates import Prepared, Range, between, needs_prereleases
 from bumpgate.bisect.gate_finding import GateFinding
 from bumpgate.bisect.journal import BisectPlan
@@ -33,10 +34,10 @@ from bumpgate.env.mirror import copies
 from bumpgate.env.request import RUNNING, Request
 from bumpgate.env.versions import versions
 from bumpgate.process.child import require_syntax
-from bumpgate.wheels.fitting import Fitter, missing
-from bumpgate.wheels.fitting import variables as absent_variables
+from bumpgate.process.runner import NOTHING_SELECTED, USAGE
+from bumpgate.wheels import fitting
+from bumpgate.wheels.fitting import Fitter
 
-USAGE, NOTHING_SELECTED = 4, 5
 # What torch.compile imports, which not every torch requires. torch.utils.cpp_extension of an old torch needs
 # pkg_resources, which setuptools 82 removed.
 COMPILING = {"numpy": "numpy", "setuptools": "setuptools<82"}
@@ -48,23 +49,6 @@ class BisectError(BumpgateError):
 
 
 @dataclass(frozen=True)
-class Setup:
-    """The environments of a bisect and the test that judges them.
-
-    request: from a version to the request of its environment.
-    build: builds a request, and refuses another version of the package than the requested one.
-    follow: packages that `build` selects to fit the others.
-    together: groups the packages of two environments that come from the same side in every mixture.
-    """
-
-    request: Callable[[str], Request]
-    build: Build
-    test: Test
-    follow: frozenset[str]
-    together: Callable[[Environment, Environment], list[set[str]]]
-
-
-@dataclass(frozen=True)
 class Options:
     """Options of `bumpgate bisect`.
 
@@ -72,89 +56,64 @@ class Options:
     URLs are not saved. finding: what `from_gate` names, from which lane and selection then come.
     """
 
-    good: Annotated[str, typer.Option(help="A good version, or the date of a good nightly (2026-10-01).")] = (
-        ""
-    )
-    bad: Annotated[str, typer.Option(help="A bad version or date; later, unless --find-fix.")] = ""
-    selection: Annotated[tuple[str, ...], typer.Argument(help="After --: what pytest runs.")] = ()
-    lane: Annotated[str, typer.Option(help="A declared lane; its set is installed around the package.")] = ""
-    package: Annotated[str, typer.Option(help="torch, triton, or any package of the set.")] = "torch"
+    good: Annotated[str, Option(help="A good version, or the date of a good nightly (2026-10-01).")] = ""
+    bad: Annotated[str, Option(help="A bad version or date; later, unless --find-fix.")] = ""
+    selection: Annotated[tuple[str, ...], Argument(help="After --: what pytest runs.")] = ()
+    lane: Annotated[str, Option(help="A declared lane; its set is installed around the package.")] = ""
+    package: Annotated[str, Option(help="torch, triton, or any package of the set.")] = "torch"
     command: Annotated[
-        str,
-        typer.Option(help="Your own test instead: exit 0 good, 1-124 bad, 125 skip; {python}."),
+        str, Option(help="Your own test instead: exit 0 good, 1-124 bad, 125 skip; {python}.")
     ] = ""
     from_gate: Annotated[
         Path | None,
-        typer.Option(help="gate.json: bisect its worst finding between its two sides, SLOWER included."),
+        Option(help="gate.json: bisect its worst finding between its two sides, SLOWER included."),
     ] = None
     environments: Annotated[
-        str,
-        typer.Option(
-            help="Build nothing: the candidates are the environments DIR/NAME (bin/python); not in a fleet."
-        ),
+        str, Option(help="Build nothing: the candidates are the environments DIR/NAME; not in a fleet.")
     ] = ""
-    row: Annotated[
-        str, typer.Option(help="With --from-gate: the finding that has this row, instead of the worst.")
-    ] = ""
-    index: Annotated[str | None, typer.Option(help="An index that takes precedence over the host's.")] = None
-    find_links: Annotated[tuple[str, ...], typer.Option(help="A folder or page of wheels; repeatable.")] = ()
-    store: Annotated[
-        tuple[str, ...], typer.Option(help="A store with nightlies of `bumpgate mirror`; repeatable.")
-    ] = ()
-    extra: Annotated[
-        tuple[str, ...],
-        typer.Option("--with", help="A requirement in addition to the package; repeatable."),
-    ] = ()
-    find_fix: Annotated[
-        bool, typer.Option("--find-fix", help="Find the first good version after a bad one.")
-    ] = False
-    timeout: Annotated[
-        float | None, typer.Option(help="Seconds after which a probe ends without a verdict.")
-    ] = None
+    row: Annotated[str, Option(help="With --from-gate: the finding of this row, not the worst.")] = ""
+    index: Annotated[str | None, Option(help="An index that takes precedence over the host's.")] = None
+    find_links: Annotated[tuple[str, ...], Option(help="A folder or page of wheels; repeatable.")] = ()
+    store: Annotated[tuple[str, ...], Option(help="A store of `bumpgate mirror`; repeatable.")] = ()
+    extra: Annotated[tuple[str, ...], Option("--with", help="A requirement to add; repeatable.")] = ()
+    find_fix: Annotated[bool, Option("--find-fix", help="Find the first good version after a bad one.")] = (
+        False
+    )
+    timeout: Annotated[float | None, Option(help="Seconds after which a probe has no verdict.")] = None
     false_bad: Annotated[
-        float | None, typer.Option(help="How often a good version reads bad; estimated by default.")
+        float | None, Option(help="How often a good version reads bad; estimated by default.")
     ] = None
     false_good: Annotated[
-        float | None, typer.Option(help="How often a bad version reads good; estimated by default.")
+        float | None, Option(help="How often a bad version reads good; estimated by default.")
     ] = None
-    confidence: Annotated[float, typer.Option(help="The posterior at which an answer is sure.")] = 0.98
+    confidence: Annotated[float, Option(help="The posterior at which an answer is sure.")] = 0.98
     budget: Annotated[
-        int | None, typer.Option(help="Readings after which the likeliest answer is given; 60 by default.")
+        int | None, Option(help="Readings after which the likeliest answer is given; 60 by default.")
     ] = None
-    out: Annotated[Path | None, typer.Option(help="Where state, logs and bisect.json go.")] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the bisect in --out.")] = False
-    attribution: Annotated[bool, typer.Option(help="Then find the package of the set that is at fault.")] = (
-        True
-    )
+    out: Annotated[Path | None, Option(help="Where state, logs and bisect.json go.")] = None
+    resume: Annotated[bool, Option("--resume", help="Continue the bisect in --out.")] = False
+    attribution: Annotated[bool, Option(help="Then find the package of the set that is at fault.")] = True
     disk: Disk = None
     finding: GateFinding | None = None
 
     def resolved(self) -> Options:
         """Return the options with the finding of a gate, canonical names, and the folders of stores in find_links."""
-        found = replace(
-            self,
-            package=canonicalize_name(self.package),
-            find_links=(*self.find_links, *copies(self.store)),
-            store=(),
-        )
-        return found._with_finding() if self.from_gate or self.row else found
-
-    def _with_finding(self) -> Options:
+        links = (*self.find_links, *copies(self.store))
+        named = replace(self, package=canonicalize_name(self.package), find_links=links, store=())
         if self.from_gate is None:
-            raise BisectError("--row names a row of --from-gate GATE_JSON, which is missing")
+            if self.row:
+                raise BisectError("--row names a row of --from-gate GATE_JSON, which is missing")
+            return named
         if self.lane or self.selection or self.command:
             raise BisectError(
                 "--from-gate takes lane and tests from the gate: leave out --lane, --command and --"
             )
         found = gate_finding.load(self.from_gate, self.row)
-        good, bad = self.good, self.bad
-        if not (good and bad):
-            ends = found.versions(self.package)
-            good, bad = good or ends[0], bad or ends[1]
+        ends = (self.good, self.bad) if self.good and self.bad else found.versions(named.package)
         return replace(
-            self,
-            good=good,
-            bad=bad,
+            named,
+            good=self.good or ends[0],
+            bad=self.bad or ends[1],
             lane=found.lane,
             selection=(*found.options, *found.nodes),
             from_gate=Path(os.path.abspath(self.from_gate)),
@@ -197,16 +156,12 @@ class Options:
             "--confidence": self.confidence,
             "--budget": self.budget,
         }
-        parts = [
-            part
-            for option, value in valued.items()
-            if value not in (None, "")
-            for part in (option, f"{value:g}" if isinstance(value, float) else str(value))
-        ]
-        parts += [part for place in self.find_links for part in ("--find-links", redacted(place))]
-        parts += [part for requirement in self.extra for part in ("--with", requirement)]
-        parts += ["--find-fix"] if self.find_fix else []
-        return (*parts, *(["--", *self.selection] if self.selection and not self.from_gate else []))
+        pairs = [(name, value) for name, value in valued.items() if value not in (None, "")]
+        pairs += [("--find-links", redacted(place)) for place in self.find_links]
+        pairs += [("--with", requirement) for requirement in self.extra]
+        words = [w for name, v in pairs for w in (name, f"{v:g}" if isinstance(v, float) else str(v))]
+        words += ["--find-fix"] if self.find_fix else []
+        return (*words, *(["--", *self.selection] if self.selection and not self.from_gate else []))
 
     def resume_line(self, *command: str) -> str:
         """Return the command that continues this bisect. command: the words after `bumpgate`."""
@@ -219,25 +174,22 @@ class Options:
 
     def check(self) -> Path | None:
         """Check the options and return the source tree, if the bisect needs one. Raises BumpgateError, one line."""
+        fault = ""
         if not (self.good and self.bad):
-            raise BisectError("name the range: --good VERSION --bad VERSION, or --from-gate GATE_JSON")
-        if self.command and self.selection:
-            raise BisectError("--command and a pytest selection: use one, not both")
+            fault = "name the range: --good VERSION --bad VERSION, or --from-gate GATE_JSON"
+        elif self.command and self.selection:
+            fault = "--command and a pytest selection: use one, not both"
+        elif not (self.command or (self.lane and self.selection)):
+            fault = "name what to run: --lane LANE -- PYTEST-SELECTION, or --command '{python} test.py'"
+        elif self.timeout is not None and self.timeout <= 0:
+            fault = f"--timeout {self.timeout:g}: must be greater than 0"
+        elif self.timeout and self.timed:
+            fault = "--timeout does not apply to timed rows, whose tests have the gate's limit: leave it out"
+        elif self.environments and (self.index or self.find_links or self.extra):
+            fault = "--environments gives the complete environment: leave out --index, --find-links, --with"
+        if fault:
+            raise BisectError(fault)
         require_syntax(self.command)
-        if not (self.command or (self.lane and self.selection)):
-            raise BisectError(
-                "name what to run: --lane LANE -- PYTEST-SELECTION, or --command '{python} test.py'"
-            )
-        if self.timeout is not None and self.timeout <= 0:
-            raise BisectError(f"--timeout {self.timeout:g}: must be greater than 0")
-        if self.timeout is not None and self.timed:
-            raise BisectError(
-                "--timeout does not apply to timed rows, whose tests have the gate's limit: leave it out"
-            )
-        if self.environments and (self.index or self.find_links or self.extra):
-            raise BisectError(
-                "--environments gives the complete environment: leave out --index, --find-links, --with"
-            )
         return self.root()
 
     def root(self) -> Path | None:
@@ -256,10 +208,8 @@ class Options:
         """
         if any(tier(f"{part}/") for part in self.selection):
             return
-        flags = ["-m", self.lane, "-n", "0", "-q", "--collect-only", *self.selection]
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *flags], cwd=root, capture_output=True, text=True
-        )
+        line = [sys.executable, "-m", "pytest", "-m", self.lane, "-n", "0", "-q", "--collect-only"]
+        done = subprocess.run([*line, *self.selection], cwd=root, capture_output=True, text=True)
         if done.returncode == NOTHING_SELECTED:
             raise BisectError(f"{shlex.join(self.selection)} selects no test of lane {self.lane}")
         if done.returncode == USAGE:
@@ -271,12 +221,10 @@ class Options:
         if self.prepared:
             found = self.prepared.versions()
         else:
+            python = lane_request(root, self.lane).python if root else RUNNING
+            pre = needs_prereleases(self.good, self.bad)
             found = versions(
-                self.package,
-                index=self.index,
-                find_links=self.find_links,
-                python=lane_request(root, self.lane).python if root else RUNNING,
-                pre=needs_prereleases(self.good, self.bad),
+                self.package, index=self.index, find_links=self.find_links, python=python, pre=pre
             )
         return between(self.package, found, self.good, self.bad, find_fix=self.find_fix)
 
@@ -286,22 +234,18 @@ class Options:
         A probe of timed rows is a test with bounded errors: these bounds are its misread rates, and a repeat is only
         made if they leave a doubt.
         """
-        false_bad, false_good, confirm = self.false_bad, self.false_good, BisectPlan.confirm
-        if isinstance(test, TimedTest):
-            bounds, confirm = test.misreads, 1
-            false_bad = bounds[0] if false_bad is None else false_bad
-            false_good = bounds[1] if false_good is None else false_good
+        false_bad, false_good = test.misreads if isinstance(test, TimedTest) else (None, None)
         return BisectPlan(
             candidates=span.versions,
             good=span.good,
             bad=span.bad,
             command=self.line(),
-            false_bad=false_bad,
-            false_good=false_good,
+            false_bad=false_bad if self.false_bad is None else self.false_bad,
+            false_good=false_good if self.false_good is None else self.false_good,
             confidence=self.confidence,
             find_fix=self.find_fix,
             budget=self.budget,
-            confirm=confirm,
+            confirm=1 if isinstance(test, TimedTest) else BisectPlan.confirm,
             finding=self.finding.digest if self.finding else "",
         )
 
@@ -318,15 +262,25 @@ class Options:
 
         def variables(environment: Environment) -> Mapping[str, str]:
             if prepared and root:
-                return absent_variables(missing(LaneContext(root, self.lane), environment.python))
+                return fitting.variables(fitting.missing(LaneContext(root, self.lane), environment.python))
             return fitter.variables(environment) if fitter else {}
 
+        test: Test
+        if self.command or root is None:
+            test = CommandTest(self.command, self.package, Path.cwd(), self.timeout)
+        elif self.finding and self.timed:
+            paired = self.finding, lambda: make(request(good)), self.package, say, variables
+            test = TimedTest(root, self.lane, *paired)
+        else:
+            test = SuiteTest(root, self.lane, self.selection, self.package, self.timeout, variables)
         return Setup(
-            request=request,
-            build=exactly(make, self.package),
-            test=self._test(root, lambda: make(request(good)), say, variables),
-            follow=fitter.names - {self.package} if fitter else frozenset(),
+            self.package,
+            request,
+            exactly(make, self.package),
+            test,
+            reliable=self.timed,
             together=prepared.together if prepared else wheel_metadata.together,
+            follow=fitter.names - {self.package} if fitter else frozenset(),
         )
 
     def _request(self, root: Path | None) -> Callable[[str], Request]:
@@ -334,8 +288,7 @@ class Options:
 
         def request(version: str) -> Request:
             # "==2.13.0" also matches 2.13.0+cpu, which is a different build.
-            requirement = f"{self.package}==={version}"
-            name = f"{self.package} {version}"
+            requirement, name = f"{self.package}==={version}", f"{self.package} {version}"
             if root is None:
                 found = Request((requirement, *self._compiling()), name=name)
             else:
@@ -348,35 +301,5 @@ class Options:
     def _compiling(self) -> tuple[str, ...]:
         """Return what torch.compile imports, unless --with names it."""
         named = {canonicalize_name(found[0]) for text in self.extra if (found := NAME.match(text))}
-        if "torch" not in {self.package, *named}:
-            return ()
-        return tuple(text for name, text in COMPILING.items() if name not in named)
-
-    def _test(
-        self,
-        root: Path | None,
-        good: Callable[[], Environment],
-        say: Callable[[str], None],
-        variables: Callable[[Environment], Mapping[str, str]],
-    ) -> Test:
-        """Return the test that judges a candidate.
-
-        good: builds the environment of the good endpoint. variables: env_vars of an environment.
-        """
-        if self.command or root is None:
-            return CommandTest(self.command, self.package, Path.cwd(), self.timeout)
-        finding = self.finding
-        if finding and finding.ratios:
-            return TimedTest(
-                root,
-                self.lane,
-                tests=finding.tests,
-                ratios=finding.ratios,
-                good=good,
-                package=self.package,
-                sessions=finding.sessions,
-                say=say,
-                variables=variables,
-                options=finding.options,
-            )
-        return SuiteTest(root, self.lane, self.selection, self.package, self.timeout, variables=variables)
+        needed = COMPILING if "torch" in {self.package, *named} else {}
+        return tuple(text for name, text in needed.items() if name not in named)

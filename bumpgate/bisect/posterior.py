@@ -1,7 +1,5 @@
 """Posterior over the position of a change and the misread rates, from counts of readings per candidate.
 
-Also the misread rates that are considered, and the information in one reading under them.
-
 Hypothesis k of 0..n: the first k candidates have the state of the early endpoint (`old`), the others the state of the
 late one (`new`). Each pair of misread rates, (an old candidate reads new, a new one reads old), has a prior weight.
 """
@@ -58,14 +56,12 @@ def believe(
     columns = [[math.exp(x - top) for x in column] for column in zip(*joint)]
     sums = [math.fsum(column) for column in columns]
     total = math.fsum(sums)
-    false_new, false_old = (
-        [
-            math.fsum(w * pair[side] for w, pair in zip(column, pairs)) / s if s else 0.0
-            for column, s in zip(columns, sums)
-        ]
-        for side in (0, 1)
-    )
-    return Belief([s / total for s in sums], false_new, false_old)
+
+    def expected(side: int) -> list[float]:
+        rates = [math.fsum(w * pair[side] for w, pair in zip(column, pairs)) for column in columns]
+        return [rate / s if s else 0.0 for rate, s in zip(rates, sums)]
+
+    return Belief([s / total for s in sums], expected(0), expected(1))
 
 
 def _log_joint(
@@ -85,7 +81,7 @@ def _log_joint(
     return [p + math.log(weight) + a + b for p, a, b in zip(prior, before, after)]
 
 
-def noises(false_new: float | None, false_old: float | None) -> list[tuple[tuple[float, float], float]]:
+def noises(false_new: float | None, false_old: float | None) -> list[tuple[Pair, float]]:
     """Return the pairs of misread rates, each with its prior probability."""
     new = RATES if false_new is None else (false_new,)
     old = RATES if false_old is None else (false_old,)

@@ -17,13 +17,12 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from bumpgate.bisect.search import ProbeOutcome
+from bumpgate.bisect.search import BAD, GOOD, OTHER, SKIP, UNKNOWN, ProbeOutcome
 from bumpgate.core import census
 from bumpgate.core.baseline import investigate
 from bumpgate.core.errors import BumpgateError, one_line, text_lines
@@ -35,31 +34,15 @@ from bumpgate.env.packages import lock_variables
 from bumpgate.env.request import Request
 from bumpgate.gate.compare_rows import ValueChange, change
 from bumpgate.gate.verdict import Side, judge_gate
-from bumpgate.process.child import (
-    SIGNALLED,
-    TOKEN,
-    ChildFault,
-    Interpreter,
-    ending,
-    last_line,
-    run_child,
-)
+from bumpgate.process import child, runner
+from bumpgate.process.child import ChildFault, Interpreter, ending
 from bumpgate.process.host import read_or_empty
-from bumpgate.process.runner import (
-    IMPORT_SECONDS,
-    NOTHING_SELECTED,
-    USAGE,
-    LaneRun,
-    by_hand,
-    child_environment,
-    options_of,
-    run_lane,
-)
+from bumpgate.process.runner import NOTHING_SELECTED, USAGE, LaneRun, child_environment, run_lane
 
 READING, LOG, RECORD = "reading.json", "test.log", "record.json"
 IMPORT = f"""
 import importlib, importlib.util, sys
-{TOKEN}
+{child.TOKEN}
 did = []
 for name in sys.argv[1:]:
     if importlib.util.find_spec(name):
@@ -138,32 +121,44 @@ class ProbeResult:
     reason: str
 
 
-class Test(Protocol):
+class Test:
     """Test that judges a candidate.
 
     deciding: names of the rows and tests that decide. differs: False if they are red at both endpoints.
     """
 
-    deciding: tuple[str, ...]
-    differs: bool
+    deciding: tuple[str, ...] = ()
+    differs: bool = True
 
     def run(self, environment: Environment, place: Path) -> Reading:
         """Run once. Raises ProbeError if no candidate could ever pass, KeyboardInterrupt on ctrl-C."""
-
-    def unusable(self, reading: Reading) -> ProbeResult | None:
-        """Return why a reading cannot represent an endpoint, whatever the other one reads; None if it can."""
+        raise NotImplementedError
 
     def learn(self, good: Sequence[Reading], bad: Sequence[Reading]) -> None:
         """Learn the deciding rows from all endpoint readings so far: the rows that differ between the endpoints."""
 
     def judge(self, reading: Reading) -> ProbeResult:
-        """Return the outcome of a reading."""
+        """Return the outcome of a reading: SKIP if the candidate does not install or import, or the machine failed."""
+        if reading.cause is Cause.RAN:
+            return self.judge_run(reading)
+        return ProbeResult(SKIP, "the machine: " * (reading.cause is Cause.MACHINE) + reading.failure)
+
+    def judge_run(self, reading: Reading) -> ProbeResult:
+        """Return the outcome of a test that ran."""
+        raise NotImplementedError
+
+    def unusable(self, reading: Reading) -> ProbeResult | None:
+        """Return why a reading cannot represent an endpoint, whatever the other one reads; None if it can."""
+        result = self.judge(reading)
+        return None if result.outcome in (GOOD, BAD) else result
 
     def findings(self, names: tuple[str, str], good: Reading, bad: Reading) -> list[Finding]:
         """Return how the bad neighbour differs from the good one, one finding per cause. names: of both, good first."""
+        raise NotImplementedError
 
     def repro(self, environment: Environment, reading: Reading | None) -> str:
         """Return the command that repeats the failure in the environment of the bad neighbour."""
+        raise NotImplementedError
 
 
 Build = Callable[[Request], Environment]
@@ -221,10 +216,9 @@ def load(place: Path) -> Reading | None:
 
 @contextmanager
 def fresh_caches(place: Path) -> Iterator[dict[str, str]]:
-    """Yield env_vars that point torch, Triton and the C++ compiler at empty caches.
+    """Yield env_vars that point torch, Triton and the C++ compiler at empty caches, which are deleted at the end.
 
-    No reading may depend on an earlier one. The caches are deleted at the end; the caches of a killed probe are deleted
-    when it is repeated.
+    No reading may depend on an earlier one. The caches of a killed probe are deleted when it is repeated.
     """
     caches = place / "caches"
     shutil.rmtree(caches, ignore_errors=True)
@@ -237,10 +231,11 @@ def fresh_caches(place: Path) -> Iterator[dict[str, str]]:
 
 def cache_variables(folder: Path) -> dict[str, str]:
     """Return env_vars that point torch and Triton at compile caches in a folder."""
+    folder = folder.absolute()
     return {
-        "TORCHINDUCTOR_CACHE_DIR": str((folder / "inductor").absolute()),
-        "TRITON_CACHE_DIR": str((folder / "triton").absolute()),
-        "BUMPGATE_OBJECTS": str((folder / "objects").absolute()),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "BUMPGATE_OBJECTS": str(folder / "objects"),
     }
 
 
@@ -249,28 +244,19 @@ def import_fault(environment: Environment, *packages: str) -> str:
     names = [name.replace("-", "_") for name in dict.fromkeys(packages) if name in environment.packages]
     if not names:
         return ""
+    python = environment.python
     # Do not import from the working directory: it may hold a folder named torch.
-    child = Interpreter(
-        environment.python, environment.python.parent, child_environment(environment.python, None)
-    )
+    importing = Interpreter(python, python.parent, child_environment(python, None))
+    options = ("-I", "-X", "faulthandler", "-c", IMPORT)
     try:
-        child.prove("-I", "-X", "faulthandler", "-c", IMPORT, *names, did=names, timeout=IMPORT_SECONDS)
+        importing.prove(*options, *names, did=names, timeout=runner.IMPORT_SECONDS)
     except ChildFault as fault:
         return f"import {', '.join(names)}: {one_line(fault, 160)}"
     return ""
 
 
-def without_verdict(reading: Reading) -> ProbeResult | None:
-    """Return SKIP for a candidate that does not install or import, or that the machine failed; None if it ran."""
-    if reading.cause is Cause.BROKEN:
-        return ProbeResult(ProbeOutcome.SKIP, reading.failure)
-    if reading.cause is Cause.MACHINE:
-        return ProbeResult(ProbeOutcome.SKIP, f"the machine: {reading.failure}")
-    return None
-
-
 @dataclass
-class CommandTest:
+class CommandTest(Test):
     """User command: exit 0 is GOOD, 1 to 124 BAD, 125 SKIP; a crash is BAD if the package imports.
 
     command: for /bin/sh; {python} and {version} are substituted, and the environment's bin folder is first on PATH.
@@ -281,56 +267,40 @@ class CommandTest:
     package: str
     folder: Path
     timeout: float | None = None
-    deciding: tuple[str, ...] = ()
-    differs: bool = True
 
     def line(self, environment: Environment) -> str:
         """Return the shell command line for an environment."""
-        version = environment.packages.get(self.package, "")
         line = self.command.replace("{python}", shlex.quote(str(environment.python)))
-        return line.replace("{version}", version)
+        return line.replace("{version}", environment.packages.get(self.package, ""))
 
     def run(self, environment: Environment, place: Path) -> Reading:
         log = place / LOG
         line = ["/bin/sh", "-c", self.line(environment)]
         with fresh_caches(place) as caches:
             variables = child_environment(environment.python, None, caches)
-            code, seconds = run_child(line, self.folder, variables, self.timeout, log)
+            code, seconds = child.run_child(line, self.folder, variables, self.timeout, log)
         ended = ending(code, seconds, self.timeout)
         cause, failure = Cause.RAN, str(ended)
         if ended.limit is not None:
             cause = Cause.MACHINE
         elif code > 125 or code < -LAST_SIGNAL:
-            status = code if code > 0 else SIGNALLED - code
-            raise ProbeError(
-                f"--command ended with {status} ({last_line(log)}): 0 is good, 1-124 bad, 125 skip"
-            )
-        elif code < 0:
-            if ended.signal == "SIGINT":
-                raise KeyboardInterrupt
-            cause = Cause.RAN if ended.crash else Cause.MACHINE
+            status, why = code if code > 0 else child.SIGNALLED - code, child.last_line(log)
+            raise ProbeError(f"--command ended with {status} ({why}): 0 is good, 1-124 bad, 125 skip")
+        elif ended.signal == "SIGINT":
+            raise KeyboardInterrupt
+        elif code < 0 and not ended.crash:
+            cause = Cause.MACHINE
         if (code or failure) and code != 125 and (fault := import_fault(environment, self.package, "torch")):
             cause, failure = Cause.BROKEN, fault
         elif code > 0 and code != 125 and (missing := _missing_module(log, environment)):
             cause, failure = Cause.BROKEN, f"no module {missing} in this environment; add --with {missing}"
         return Reading(place, cause, code, failure, seconds, dict(environment.packages))
 
-    def unusable(self, reading: Reading) -> ProbeResult | None:
-        result = self.judge(reading)
-        return None if result.outcome in (ProbeOutcome.GOOD, ProbeOutcome.BAD) else result
-
-    def learn(self, good: Sequence[Reading], bad: Sequence[Reading]) -> None:
-        """Do nothing: an exit code means the same for every candidate."""
-
-    def judge(self, reading: Reading) -> ProbeResult:
-        if result := without_verdict(reading):
-            return result
+    def judge_run(self, reading: Reading) -> ProbeResult:
         if reading.code == 125:
-            return ProbeResult(ProbeOutcome.SKIP, "the command skipped it (exit 125)")
+            return ProbeResult(SKIP, "the command skipped it (exit 125)")
         how = reading.failure or f"exit {reading.code}"
-        return (
-            ProbeResult(ProbeOutcome.GOOD, how) if reading.code == 0 else ProbeResult(ProbeOutcome.BAD, how)
-        )
+        return ProbeResult(BAD if reading.code else GOOD, how)
 
     def findings(self, names: tuple[str, str], good: Reading, bad: Reading) -> list[Finding]:
         reason = self.judge(bad).reason
@@ -357,7 +327,7 @@ def _last_lines(reading: Reading) -> tuple[str, ...]:
 
 
 @dataclass
-class SuiteTest:
+class SuiteTest(Test):
     """Selection of a lane's tests, decided by the rows and tests that are red at the bad endpoint only.
 
     A row that is worse than in the first complete record of the good endpoint, by the gate's margins, is red as well,
@@ -367,7 +337,7 @@ class SuiteTest:
     at an endpoint. Other red rows are not counted. If a deciding row is red only in another way (its test raised,
     while at the bad endpoint the value is worse), another fault hides the answer: OTHER.
 
-    deciding: row ids and node ids. kinds: how each is red at the endpoints. differs: False if red at both endpoints.
+    deciding: row ids and node ids. kinds: how each is red at the endpoints.
     variables: env_vars of an environment, in addition to its lock.
     """
 
@@ -376,8 +346,6 @@ class SuiteTest:
     selection: tuple[str, ...]
     package: str
     timeout: float | None = None
-    deciding: tuple[str, ...] = ()
-    differs: bool = True
     variables: Callable[[Environment], Mapping[str, str]] = lambda environment: {}
     run_lane: Callable[..., LaneRun] = run_lane
     reference: Mapping[str, Row] = field(default_factory=dict)
@@ -385,6 +353,7 @@ class SuiteTest:
     kinds: dict[str, set[str]] = field(default_factory=dict)
 
     def run(self, environment: Environment, place: Path) -> Reading:
+        own = {**lock_variables(environment.lock), **self.variables(environment)}
         with fresh_caches(place) as caches:
             done = self.run_lane(
                 environment.python,
@@ -392,11 +361,7 @@ class SuiteTest:
                 self.lane,
                 self.selection,
                 place / RECORD,
-                environment={
-                    **lock_variables(environment.lock),
-                    **self.variables(environment),
-                    **caches,
-                },
+                environment=own | caches,
                 timeout=self.timeout,
                 log=place / LOG,
                 # A complete run has imported torch; for an incomplete one, import_fault below checks the import.
@@ -419,7 +384,7 @@ class SuiteTest:
         first = next((Signals(reading) for reading in good if reading.whole), None)
         self.reference = first.rows if first else {}
         self.expected = census.ran(first.tests) if first else frozenset()
-        good_seen, bad_seen = ([self._signals(reading) for reading in ends] for ends in (good, bad))
+        good_seen, bad_seen = ([Signals(reading, self.expected) for reading in ends] for ends in (good, bad))
         names = sorted({name for seen in (*good_seen, *bad_seen) for name in seen.verdicts})
         at_good, at_bad = (
             {name: self._red_share(name, ends) for name in names} for ends in (good_seen, bad_seen)
@@ -429,42 +394,37 @@ class SuiteTest:
         # If nothing is worse at the bad end, rows that are better there refute the endpoints, else rows red at both.
         self.differs = bool(worse or better)
         self.deciding = worse or better or tuple(name for name in names if at_good[name] > 0)
-        self.kinds = {name: self._kinds(name, (*good_seen, *bad_seen)) for name in self.deciding}
+        every = (*good_seen, *bad_seen)
+        self.kinds = {
+            name: {seen.kinds[name] for seen in every if self._red(seen, name)} for name in self.deciding
+        }
 
     def unusable(self, reading: Reading) -> ProbeResult | None:
-        if result := without_verdict(reading):
-            return result
-        seen = self._signals(reading)
-        red = any(self._verdict(seen, name) is Verdict.REGRESSION for name in seen.verdicts)
-        return None if reading.whole or red else _cut_short(reading)
+        if reading.cause is not Cause.RAN:
+            return self.judge(reading)
+        seen = Signals(reading, self.expected)
+        usable = reading.whole or any(self._red(seen, name) for name in seen.verdicts)
+        return None if usable else _cut_short(reading)
 
-    def judge(self, reading: Reading) -> ProbeResult:
-        if result := without_verdict(reading):
-            return result
-        seen = self._signals(reading)
+    def judge_run(self, reading: Reading) -> ProbeResult:
+        seen = Signals(reading, self.expected)
         states = {name: self._verdict(seen, name) for name in self.deciding}
         every = [name for name, state in states.items() if state is Verdict.REGRESSION]
         red = [name for name in every if seen.kinds[name] in self.kinds[name]]
         if red:
-            return ProbeResult(ProbeOutcome.BAD, f"red: {some(red, 1)}")
+            return ProbeResult(BAD, f"red: {some(red, 1)}")
         if every:
-            expected = " or ".join(sorted(self.kinds[every[0]]))
-            return ProbeResult(
-                ProbeOutcome.OTHER,
-                f"another fault: {every[0]}: {seen.kinds[every[0]]}; at the end it is {expected}",
-            )
+            kind, at_end = seen.kinds[every[0]], " or ".join(sorted(self.kinds[every[0]]))
+            return ProbeResult(OTHER, f"another fault: {every[0]}: {kind}; at the end it is {at_end}")
         if not reading.whole:
             return _cut_short(reading)
         unread = [(name, state) for name, state in states.items() if state is not Verdict.PASS]
         if unread:
             name, state = unread[0]
             again = state in (Verdict.INFRA, Verdict.INCONCLUSIVE)
-            return ProbeResult(ProbeOutcome.UNKNOWN if again else ProbeOutcome.SKIP, f"{name}: {state.value}")
-        others = sum(
-            self._verdict(seen, name) is Verdict.REGRESSION for name in seen.verdicts if name not in states
-        )
-        more = f"; {others} red, not counted" if others else ""
-        return ProbeResult(ProbeOutcome.GOOD, f"{len(states)} green{more}")
+            return ProbeResult(UNKNOWN if again else SKIP, f"{name}: {state.value}")
+        others = sum(self._red(seen, name) for name in seen.verdicts if name not in states)
+        return ProbeResult(GOOD, f"{len(states)} green" + (f"; {others} red, not counted" if others else ""))
 
     def findings(self, names: tuple[str, str], good: Reading, bad: Reading) -> list[Finding]:
         first, last = (Side(name, end.record, end.failure) for name, end in zip(names, (good, bad)))
@@ -477,14 +437,11 @@ class SuiteTest:
         return ours
 
     def repro(self, environment: Environment, reading: Reading | None) -> str:
-        rows = {j.row.id: j.row.test for j in reading.record.judgements} if reading and reading.record else {}
-        names = [rows.get(name, name) for name in self.deciding]
-        node = next((name for name in names if "::" in name), "")
-        options = options_of(self.selection, reading.record if reading else None)
-        return by_hand(environment.python, self.root, investigate(self.lane, node), options)
-
-    def _signals(self, reading: Reading) -> Signals:
-        return Signals(reading, self.expected)
+        record = reading.record if reading else None
+        rows = {j.row.id: j.row.test for j in record.judgements} if record else {}
+        node = next((n for n in (rows.get(name, name) for name in self.deciding) if "::" in n), "")
+        options = runner.options_of(self.selection, record)
+        return runner.by_hand(environment.python, self.root, investigate(self.lane, node), options)
 
     def _verdict(self, seen: Signals, name: str) -> Verdict:
         """Return a row's verdict in a reading; REGRESSION also if its value is worse than at the good endpoint.
@@ -500,9 +457,8 @@ class SuiteTest:
             return state
         return Verdict.REGRESSION if change(before, now) is ValueChange.WORSE else Verdict.PASS
 
-    def _kinds(self, name: str, readings: Sequence[Signals]) -> set[str]:
-        """Return how a row or test is red in these readings."""
-        return {seen.kinds[name] for seen in readings if self._verdict(seen, name) is Verdict.REGRESSION}
+    def _red(self, seen: Signals, name: str) -> bool:
+        return self._verdict(seen, name) is Verdict.REGRESSION
 
     def _red_share(self, name: str, readings: Sequence[Signals]) -> float:
         """Return the share of conclusive readings in which a row is red; NaN (all comparisons false) without any."""
@@ -511,12 +467,12 @@ class SuiteTest:
         return sum(s is Verdict.REGRESSION for s in shown) / len(shown) if shown else math.nan
 
 
+@dataclass(frozen=True)
 class Signals:
     """Verdicts of all rows and tests in one reading. reading: of a lane run. expected: tests that it must have run."""
 
-    def __init__(self, reading: Reading, expected: frozenset[str] = frozenset()) -> None:
-        self.reading = reading
-        self.expected = expected
+    reading: Reading
+    expected: frozenset[str] = frozenset()
 
     @property
     def tests(self) -> Mapping[str, str]:
@@ -569,8 +525,9 @@ def _cut_short(reading: Reading) -> ProbeResult:
     problems = reading.record.problems if reading.record else ()
     uncollected = [str(p) for p in problems if p.kind is ProblemKind.UNCOLLECTED]
     causes = (*uncollected, reading.failure, *map(str, problems))
-    why = one_line(next(iter(causes), "") or "the run was cut short")
-    return ProbeResult(ProbeOutcome.SKIP if uncollected else ProbeOutcome.UNKNOWN, why)
+    return ProbeResult(
+        SKIP if uncollected else UNKNOWN, one_line(next(iter(causes), "") or "the run was cut short")
+    )
 
 
 def _row_verdict(j: Judgement, record: Record, skipped: set[str]) -> Verdict:

@@ -53,6 +53,9 @@ class ProbeOutcome(Enum):
     """Another fault than the one searched hides the answer: treated like a candidate that does not install."""
 
 
+GOOD, BAD, SKIP, UNKNOWN, OTHER = ProbeOutcome
+
+
 class SearchFailure(Enum):
     """Why a search has no answer."""
 
@@ -70,12 +73,11 @@ class SearchResult:
         A single one, unless the candidates just before it could not be probed; empty if the search failed.
     last_old: the candidate before the first suspect; None if the search failed.
     posterior: total posterior of the suspects.
-    probes: number of recorded outcomes; endpoints, repeats and skips included.
+    probes: number of recorded outcomes, with endpoints, repeats and skips.
     misreads: number of GOOD and BAD readings that contradict the answer, without the readings of `earlier`.
-    failure: why there is no answer, one line; empty if there is one. cause: the same as a kind; None if there is one.
+    failure: why there is no answer, one line; empty if there is one. cause: its kind.
     confirmed: whether both neighbours of the change were read often enough (Search.confirm).
-    earlier: indices that consistently read like the late endpoint, although a later candidate before the answer
-        consistently reads like the early one: the state changes more than once.
+    earlier: indices that read like the late endpoint before a candidate that reads like the early one again.
     """
 
     suspects: tuple[int, ...]
@@ -105,10 +107,9 @@ class Search:
     false_bad, false_good: how often a probe of a good candidate reads BAD, and the reverse, each in [0, 0.5);
         None: estimated from the readings. Repeats of a probe are assumed independent.
     confidence: the posterior at which the search stops, in (0.5, 1).
-    budget: number of GOOD and BAD readings, endpoints included, after which the likeliest answer is returned with its
-        posterior. None: PATIENCE if a rate is estimated, no limit if both are stated.
-    confirm: for each neighbour of the change, how many more readings must agree with the answer than contradict it,
-        whatever the posterior; 0: the posterior alone decides.
+    budget: number of GOOD and BAD readings after which the likeliest answer is returned. None: PATIENCE if a rate is
+        estimated, no limit if both are stated.
+    confirm: how many more readings of each neighbour of the change must agree with the answer than contradict it.
     Raises SearchError (one line) on invalid arguments.
     """
 
@@ -134,9 +135,7 @@ class Search:
         self.confirm = confirm
         self.history: list[tuple[int, ProbeOutcome]] = []
         early, late = (bad, good) if find_fix else (good, bad)
-        self.old, self.new = (
-            (ProbeOutcome.BAD, ProbeOutcome.GOOD) if find_fix else (ProbeOutcome.GOOD, ProbeOutcome.BAD)
-        )
+        self.old, self.new = (BAD, GOOD) if find_fix else (GOOD, BAD)
         self.first, self.last = self.candidates.index(early), self.candidates.index(late)
         self._noises = noises(*((false_good, false_bad) if find_fix else (false_bad, false_good)))
         self._tally = {outcome: Counter[int]() for outcome in ProbeOutcome}
@@ -149,10 +148,7 @@ class Search:
             raise SearchError(f"candidate {index} does not lie between the ends {self.first} and {self.last}")
         self.history.append((index, outcome))
         self._tally[outcome][index] += 1
-        if (
-            outcome in (ProbeOutcome.SKIP, ProbeOutcome.OTHER)
-            or self._tally[ProbeOutcome.UNKNOWN][index] >= UNKNOWN_LIMIT
-        ):
+        if outcome in (SKIP, OTHER) or self._tally[UNKNOWN][index] >= UNKNOWN_LIMIT:
             self._aside.add(index)
         self._belief = None
 
@@ -196,8 +192,7 @@ class Search:
     def _likeliest(self) -> tuple[range, float]:
         """Return the indices of the likeliest suspects, and their posterior."""
         posterior = self.posterior()
-        masses = [(math.fsum(posterior[k] for k in ks), ks) for ks in self._classes()]
-        mass, likely = max(masses, key=lambda each: each[0])
+        mass, likely = max(self._classes(), key=lambda each: each[0])
         # Readings from before a candidate was skipped may have ruled out part of the class.
         share = (1 - self.confidence) * mass / len(likely)
         kept = [k for k in likely if posterior[k] >= share]
@@ -212,14 +207,10 @@ class Search:
         """
         if not self.confirm:
             return []
-        margins = {i: self._margin(i, suspects) for i in {i for i, _ in self.history} - self._aside}
+        read = {i for i, _ in self.history} - self._aside - {*self._overruled()}
         required = dict.fromkeys((suspects[0] - 1, suspects[-1]), self.confirm)
-        overruled = self._overruled()
-        return [
-            i
-            for margin, i in sorted((margin, i) for i, margin in margins.items())
-            if margin < required.get(i, 0) and i not in overruled
-        ]
+        margins = sorted((self._margin(i, suspects), i) for i in read)
+        return [i for margin, i in margins if margin < required.get(i, 0)]
 
     def _margin(self, index: int, suspects: range) -> int:
         """Return the number of a candidate's readings that agree with the answer, less the contradicting ones."""
@@ -245,19 +236,18 @@ class Search:
     def _failed(self, cause: SearchFailure, failure: str) -> SearchResult:
         return SearchResult((), None, 0.0, len(self.history), 0, failure, cause=cause)
 
-    def _spent(self) -> bool:
-        return self.budget is not None and self._readings() >= self.budget
-
     def _readings(self) -> int:
         """Return the number of GOOD and BAD readings."""
         return self._tally[self.old].total() + self._tally[self.new].total()
+
+    def _spent(self) -> bool:
+        return self.budget is not None and self._readings() >= self.budget
 
     def steps_left(self) -> int:
         """Estimate the remaining probes: missing bits divided by the capacity of one probe."""
         if self.result() is not None:
             return 0
-        posterior = self.posterior()
-        masses = [math.fsum(posterior[k] for k in ks) for ks in self._classes()]
+        masses = [mass for mass, _ in self._classes()]
         total = math.fsum(masses)
         missing = math.fsum(-m / total * math.log2(m / total) for m in masses if m > 0) if total else 0.0
         noise = self.noise()
@@ -288,7 +278,9 @@ class Search:
                 (0, 0) if i in overruled else (self._tally[self.new][i], self._tally[self.old][i])
                 for i in range(self.first, self.last + 1)
             ]
-            self._belief = believe(self._log_prior(), counts, self._noises)
+            places = self.last - self.first
+            end, inner = math.log(END_DOUBT), math.log((1 - 2 * END_DOUBT) / places)
+            self._belief = believe([end, *[inner] * places, end], counts, self._noises)
         return self._belief
 
     def _overruled(self) -> tuple[int, ...]:
@@ -298,61 +290,51 @@ class Search:
         """
         if all(p == 0.0 for pair, _ in self._noises for p in pair):
             return ()
-        last = max((i for i in self._tally[self.old] if self._unanimous(i, self.old, self.new)), default=-1)
-        before = [i for i in self._tally[self.new] if i < last and not self._tally[self.old][i]]
-        return tuple(sorted(before)) if any(self._tally[self.new][i] >= UNANIMOUS for i in before) else ()
+        old, new = self._tally[self.old], self._tally[self.new]
+        last = max((i for i, count in old.items() if count >= UNANIMOUS and not new[i]), default=-1)
+        before = [i for i in new if i < last and not old[i]]
+        return tuple(sorted(before)) if any(new[i] >= UNANIMOUS for i in before) else ()
 
-    def _unanimous(self, index: int, state: ProbeOutcome, other: ProbeOutcome) -> bool:
-        return self._tally[state][index] >= UNANIMOUS and not self._tally[other][index]
-
-    def _log_prior(self) -> list[float]:
-        inner = math.log((1 - 2 * END_DOUBT) / (self.last - self.first))
-        return [math.log(END_DOUBT), *[inner] * (self.last - self.first), math.log(END_DOUBT)]
+    def _readings_of(self, index: int) -> int:
+        """Return the number of GOOD and BAD readings of one candidate."""
+        return self._tally[self.old][index] + self._tally[self.new][index]
 
     def _unseen_ends(self) -> list[int]:
         """Return the endpoints without a verdict. Later, next() treats them like any other candidate."""
-        return [i for i in (self.first, self.last) if not self._judged(i)]
+        return [i for i in (self.first, self.last) if not self._readings_of(i)]
 
     def _doubted_ends(self) -> list[int]:
         """Return the endpoints that never read as named, the least read first; they are settled before all others."""
         if not self.confirm:
             return []
         sides = (self.first, self.old, self.new), (self.last, self.new, self.old)
-        doubted = [
-            (self._tally[wrong][i], i)
-            for i, right, wrong in sides
-            if self._tally[wrong][i] and not self._tally[right][i] and i not in self._aside
-        ]
-        return [i for _, i in sorted(doubted)]
-
-    def _judged(self, index: int) -> bool:
-        return index in self._tally[self.old] or index in self._tally[self.new]
+        wrong = {i: self._tally[wrong][i] for i, right, wrong in sides if not self._tally[right][i]}
+        return sorted(
+            (i for i, count in wrong.items() if count and i not in self._aside), key=wrong.__getitem__
+        )
 
     def _most_informative(self) -> int:
         """Return the probe with the highest expected gain, the first of equals; rounded against libm differences."""
         gains = self._believe().gains()
-        best, best_gain = self.first, -1.0
-        for i in range(self.first, self.last + 1):
-            if i in self._aside:
-                continue
-            gain = round(gains[i - self.first] * self._installs(i), 12)
-            if gain > best_gain:
-                best, best_gain = i, gain
-        return best
+        left = [i for i in range(self.first, self.last + 1) if i not in self._aside]
+        return max(
+            left, key=lambda i: round(gains[i - self.first] * self._installs(i), 12), default=self.first
+        )
 
     def _installs(self, index: int) -> float:
         """Estimate the probability that a candidate installs: broken builds come in short runs."""
         return 1 - 0.5 ** min((abs(index - i) for i in self._aside), default=math.inf)
 
-    def _classes(self) -> list[list[int]]:
-        """Group hypotheses 1..n-1 that no probe can distinguish: those with only skipped candidates between them."""
+    def _classes(self) -> list[tuple[float, list[int]]]:
+        """Group hypotheses 1..n-1 that have only skipped candidates between them, with the posterior of each group."""
         classes = [[1]]
         for k in range(2, self.last - self.first + 1):
             if self.first + k - 1 in self._aside:
                 classes[-1].append(k)
             else:
                 classes.append([k])
-        return classes
+        posterior = self.posterior()
+        return [(math.fsum(posterior[k] for k in ks), ks) for ks in classes]
 
     def _end_fault(self, posterior: list[float]) -> tuple[SearchFailure, str] | None:
         """Return why the endpoints, or the outcomes, allow no answer; None if they do."""
@@ -361,8 +343,8 @@ class Search:
             (self.last, self.new, posterior[-1], "a later one, or an earlier one if it has changed back"),
         )
         for index, named, doubt, _ in ends:
-            if index in self._aside and (not self._judged(index) or doubt > (1 - self.confidence) / 2):
-                what = "was skipped" if self._tally[ProbeOutcome.SKIP][index] else "gives no verdict"
+            if index in self._aside and (not self._readings_of(index) or doubt > (1 - self.confidence) / 2):
+                what = "was skipped" if self._tally[SKIP][index] else "gives no verdict"
                 why = f"the {named.value.lower()} endpoint {self.candidates[index]} {what}: name another"
                 return SearchFailure.SKIPPED, why
         sure = max(posterior) if self._spent() else self.confidence
@@ -374,8 +356,9 @@ class Search:
         if wrong:
             index, named, _, other = wrong[0]
             state = self.new if named is self.old else self.old
-            label = self.candidates[index]
-            why = f"the {named.value.lower()} endpoint {label} is {state.value}: name {other}"
+            why = (
+                f"the {named.value.lower()} endpoint {self.candidates[index]} is {state.value}: name {other}"
+            )
             return SearchFailure.ENDPOINT, why
         return None if any(posterior) else self._contradiction()
 
@@ -395,10 +378,6 @@ class Search:
         why = f"{first} reads {self.new.value} and {last} {self.old.value}: the endpoints look swapped"
         return SearchFailure.SWAPPED, why
 
-    def _readings_of(self, index: int) -> int:
-        """Return the number of GOOD and BAD readings of one candidate."""
-        return self._tally[self.old][index] + self._tally[self.new][index]
-
     def after(self, outcomes: Sequence[tuple[int, ProbeOutcome]]) -> Search:
         """Return a copy of this search with some outcomes added."""
         ahead = copy(self)
@@ -412,9 +391,9 @@ class Search:
 def batch(search: Search, workers: int) -> list[int]:
     """Return up to `workers` candidates to probe at once, the most useful first; empty if the search is finished.
 
-    The search decides one probe at a time. Its possible futures form a tree with one branch per outcome. A batch is the
-    part of the tree that is reached with the highest probability, so that few probes turn out not to matter. A
-    candidate occurs as often as it would be read in a row. The outcomes may be recorded in any order.
+    The possible futures of a search form a tree with one branch per outcome. A batch is the part of it that is reached
+    with the highest probability. A candidate occurs as often as it would be read in a row, and the outcomes may be
+    recorded in any order.
     """
     chosen: list[int] = []
     # Ordered by probability; the number keeps equal ones in the order in which they were found.
@@ -425,12 +404,11 @@ def batch(search: Search, workers: int) -> list[int]:
         due = ahead.next()
         if not due:
             continue
-        ends = len(due) > 1
         for index in due:
             counts = counts + Counter([index])
             if chosen.count(index) < counts[index] and len(chosen) < workers:
                 chosen.append(index)
-        if ends:
+        if len(due) > 1:
             # Both ends are read before anything else, and nearly always as they were named.
             outcomes = [([(i, ahead.old if i == ahead.first else ahead.new) for i in due], 1.0)]
         else:

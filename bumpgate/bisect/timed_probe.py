@@ -19,15 +19,9 @@ from functools import cached_property
 from glob import escape
 from pathlib import Path
 
-from bumpgate.bisect.probe import (
-    Cause,
-    ProbeResult,
-    Reading,
-    cache_variables,
-    import_fault,
-    without_verdict,
-)
-from bumpgate.bisect.search import ProbeOutcome
+from bumpgate.bisect.gate_finding import GateFinding
+from bumpgate.bisect.probe import Cause, ProbeResult, Reading, Test, cache_variables, import_fault
+from bumpgate.bisect.search import BAD, GOOD, OTHER, UNKNOWN
 from bumpgate.core import lanes
 from bumpgate.core.errors import one_line
 from bumpgate.core.findings import Finding
@@ -58,37 +52,30 @@ REFERENCE, MEASURED = 0, 1
 
 
 @dataclass
-class TimedTest:
+class TimedTest(Test):
     """Timed rows of one test. GOOD if all deciding rows are SAME or FASTER, BAD if one is SLOWER, else UNKNOWN.
 
-    tests: row id -> node id. ratios: row id -> the slowdown that was found (1.1 is 10 % slower). good: builds the
-    environment of the good endpoint, which is paired with every candidate. sessions: maximum number in a probe.
-    deciding: the rows that are SLOWER at the bad endpoint. say: prints a line while another process has the device.
-    variables: env_vars of an environment. options: of pytest.
+    finding: the SLOWER finding of a gate. good: builds the environment of the good endpoint, which is paired with every
+    candidate. say: prints a line while another process has the device. variables: env_vars of an environment.
+    deciding: the rows that are SLOWER at the bad endpoint.
     """
 
     root: Path
     lane: str
-    tests: Mapping[str, str]
-    ratios: Mapping[str, float]
+    finding: GateFinding
     good: Callable[[], Environment]
     package: str
-    sessions: int | None = None
     say: Callable[[str], None] = print
     variables: Callable[[Environment], Mapping[str, str]] = lambda environment: {}
-    deciding: tuple[str, ...] = ()
-    differs: bool = True
-    options: tuple[str, ...] = ()
 
     @cached_property
     def plan(self) -> SessionPlan:
         """Return the gate's plan for this lane, with half of each row's slowdown as its only margin."""
         lane = lanes.require(self.root, self.lane)
-        plan = plan_for(self.sessions or MOST, lane.slow_modes, lane.device, lane.margins)
-        margins = {row: math.sqrt(ratio) - 1 for row, ratio in self.ratios.items()}
-        return replace(
-            plan, rules=(*(SessionRule(escape(row), m, m) for row, m in margins.items()), *plan.rules)
-        )
+        plan = plan_for(self.finding.sessions or MOST, lane.slow_modes, lane.device, lane.margins)
+        margins = {row: math.sqrt(ratio) - 1 for row, ratio in self.finding.ratios.items()}
+        rules = tuple(SessionRule(escape(row), margin, margin) for row, margin in margins.items())
+        return replace(plan, rules=rules + plan.rules)
 
     @property
     def misreads(self) -> tuple[float, float]:
@@ -104,7 +91,7 @@ class TimedTest:
         sessions = self._saved(place)
         if sessions is None:  # a killed probe continues with its caches; another one starts with empty ones
             shutil.rmtree(place / "caches", ignore_errors=True)
-            sessions = Sessions(self.tests, self.plan, self.plan.budget, cache_pairs=COPIES)
+            sessions = Sessions(self.finding.tests, self.plan, self.plan.budget, cache_pairs=COPIES)
         with device_lock(lanes.require(self.root, self.lane), self.say):
             _Pair(self, {"adopted": good, "candidate": environment}, place).measure(sessions)
         shutil.rmtree(place / "caches", ignore_errors=True)
@@ -118,35 +105,28 @@ class TimedTest:
         return Reading(place, cause, MEASURED, failure, time.monotonic() - started, packages)
 
     def learn(self, good: Sequence[Reading], bad: Sequence[Reading]) -> None:
-        found = {
-            row for end in bad for row, outcome in self._outcomes(end).items() if outcome is Timed.SLOWER
-        }
-        self.deciding = tuple(row for row in self.tests if row in found) or tuple(self.tests)
+        ends, rows = [self._outcomes(end) for end in bad], tuple(self.finding.tests)
+        slower = tuple(row for row in rows if any(end.get(row) is Timed.SLOWER for end in ends))
+        self.deciding = slower or rows
 
-    def unusable(self, reading: Reading) -> ProbeResult | None:
-        result = self.judge(reading)
-        return None if result.outcome in (ProbeOutcome.GOOD, ProbeOutcome.BAD) else result
-
-    def judge(self, reading: Reading) -> ProbeResult:
-        if result := without_verdict(reading):
-            return result
+    def judge_run(self, reading: Reading) -> ProbeResult:
         if reading.code == REFERENCE:
-            return ProbeResult(ProbeOutcome.GOOD, "the reference of all times, not measured against itself")
+            return ProbeResult(GOOD, "the reference of all times, not measured against itself")
         sessions = self._saved(reading.place)
         if sessions is None:
-            return ProbeResult(ProbeOutcome.UNKNOWN, f"{SESSIONS} is missing")
+            return ProbeResult(UNKNOWN, f"{SESSIONS} is missing")
         outcomes = self._outcomes(reading)
-        rows = self.deciding or tuple(self.tests)
+        rows = self.deciding or tuple(self.finding.tests)
         by_outcome = {state: [row for row in rows if outcomes[row] is state] for state in Timed}
         undecided = [*by_outcome[Timed.INCONCLUSIVE], *by_outcome[Timed.SLOW_MODE]]
         if slower := by_outcome[Timed.SLOWER]:
-            return ProbeResult(ProbeOutcome.BAD, f"slower: {_shown(sessions, slower)}")
+            return ProbeResult(BAD, f"slower: {_shown(sessions, slower)}")
         if not undecided:
-            return ProbeResult(ProbeOutcome.GOOD, f"not slower: {_shown(sessions, rows)}")
+            return ProbeResult(GOOD, f"not slower: {_shown(sessions, rows)}")
         if faults := sessions.faults["candidate"]:
             test, why = next(iter(faults.items()))
-            return ProbeResult(ProbeOutcome.OTHER, f"another fault: {test}: {one_line(why, 160)}")
-        return ProbeResult(ProbeOutcome.UNKNOWN, f"undecided: {_shown(sessions, undecided)}")
+            return ProbeResult(OTHER, f"another fault: {test}: {one_line(why, 160)}")
+        return ProbeResult(UNKNOWN, f"undecided: {_shown(sessions, undecided)}")
 
     def findings(self, names: tuple[str, str], good: Reading, bad: Reading) -> list[Finding]:
         sessions = self._saved(bad.place)
@@ -158,9 +138,11 @@ class TimedTest:
         return [f for f in verdict.findings if set(f.rows) & set(self.deciding)]
 
     def repro(self, environment: Environment, reading: Reading | None) -> str:
-        nodes = sorted({self.tests[row] for row in self.deciding or self.tests})
+        nodes = sorted({self.finding.tests[row] for row in self.deciding or self.finding.tests})
         pythons = "--python-adopted", str(self.good().python), "--python-candidate", str(environment.python)
-        return shlex.join(["bumpgate", "gate", "--lane", self.lane, *pythons, "--", *self.options, *nodes])
+        return shlex.join(
+            ["bumpgate", "gate", "--lane", self.lane, *pythons, "--", *self.finding.options, *nodes]
+        )
 
     def _outcomes(self, reading: Reading) -> dict[str, Timed]:
         sessions = self._saved(reading.place)
@@ -173,7 +155,7 @@ class TimedTest:
             found = Sessions.from_json(raw, self.plan)
         except (OSError, ValueError, TypeError):
             return None
-        return found if dict(found.tests) == dict(self.tests) else None
+        return found if dict(found.tests) == dict(self.finding.tests) else None
 
 
 @dataclass(frozen=True)
@@ -223,20 +205,11 @@ class _Pair:
     def _call(self, side: str, pair: int, tests: Sequence[str], rounds: int | None = None) -> LaneCall:
         environment = self.sides[side]
         caches = cache_variables(self.place / "caches" / f"{side}-{pair}")
-        env_vars = {"BUMPGATE_ROUNDS": str(rounds)} if rounds else {}
-        return LaneCall(
-            environment.python,
-            self.test.root,
-            self.test.lane,
-            [*self.test.options, "-n", "0", *tests],
-            self.place / f"timed-{side}.json",
-            environment={
-                **lock_variables(environment.lock),
-                **self.test.variables(environment),
-                **caches,
-                **env_vars,
-            },
-        )
+        env_vars = {**lock_variables(environment.lock), **self.test.variables(environment), **caches}
+        env_vars |= {"BUMPGATE_ROUNDS": str(rounds)} if rounds else {}
+        selection = [*self.test.finding.options, "-n", "0", *tests]
+        where = self.test.root, self.test.lane, selection, self.place / f"timed-{side}.json"
+        return LaneCall(environment.python, *where, environment=env_vars)
 
     def _save(self, sessions: Sessions) -> None:
         write_atomic(self.place / SESSIONS, json.dumps(sessions.to_json(), indent=1) + "\n")
@@ -246,5 +219,4 @@ def _shown(sessions: Sessions, rows: Sequence[str]) -> str:
     """`throughput/nam52/seconds +10.2 % in 12 sessions and 1 more`."""
     values = sessions.log_ratios[rows[0]]
     change = f"{100 * math.expm1(estimate(values)):+.1f} %" if values else "no time"
-    sessions_of = f"{rows[0]} {change} in {len(values)} session{'s' * (len(values) != 1)}"
-    return some([sessions_of, *rows[1:]], 1)
+    return some([f"{rows[0]} {change} in {len(values)} session{'s' * (len(values) != 1)}", *rows[1:]], 1)

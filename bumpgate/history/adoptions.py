@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,8 @@ from bumpgate.core.findings import DriftReading
 from bumpgate.core.rows import is_finite, write_atomic
 from bumpgate.core.toml import tomllib
 from bumpgate.history.archive import Archive, default_store
-from bumpgate.process.file_transaction import (
-    ROLLBACK,
-    AdoptionError,
-    Edit,
-    Operation,
-    digest,
-    read,
-    replace_all,
-)
+from bumpgate.process import file_transaction
+from bumpgate.process.file_transaction import AdoptionError, Edit, Operation, digest, read, replace_all
 from bumpgate.process.home import home
 
 FILE = "baselines/adoptions.toml"
@@ -32,6 +25,13 @@ HEAD = """\
 # The builds that were adopted, oldest first: `bumpgate adopt` adds an entry, `bumpgate rollback --adoption` closes it.
 # A lane is listed as unverified from then on until the set before is rebuilt and its smoke suite is green.
 """
+
+
+# Fields of an entry in the order of the file, the names that differ there, and the fields that are left out if empty.
+FIXED = ("lane", "day", "candidate", "old", "new", "decision", "gate", "commit")
+ORDER = (*FIXED, "rolled_back", "without", "not_in_lock", "before", "after", "reviewed")
+NAMES = {"old": "from", "new": "to"}
+OPTIONAL = {"rolled_back", "without", "not_in_lock", "reviewed"}
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,12 @@ class ReviewedFinding:
 
 @dataclass(frozen=True)
 class Adoption:
-    """One entry. old, new: the versions of torch. gate: sha256 of gate.json. commit: of the gated tree, "" outside git.
+    """One entry.
 
-    before, after: path -> sha256 of each file that was written, "" if it did not exist. without: kernel wheels that the
-    set gave up. not_in_lock: packages of a gated interpreter that the set does not have, as the adopted side had them.
+    old, new: the versions of torch. gate: sha256 of gate.json. commit: of the gated tree, "" outside git.
+    before, after: path -> sha256 of each file that was written, "" if it did not exist.
+    without: kernel wheels that the set gave up.
+    not_in_lock: packages of a gated interpreter that the set does not have, as the adopted side had them.
     """
 
     lane: str
@@ -95,35 +97,41 @@ def load(root: Path) -> Log:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = one_line(f"{type(error).__name__}: {error}", 80)
-        raise AdoptionError(
-            f"{FILE}: not a list of adoptions ({why}): restore it: git checkout {FILE}"
-        ) from None
+        fault = f"{FILE}: not a list of adoptions ({why}): restore it: git checkout {FILE}"
+        raise AdoptionError(fault) from None
 
 
 def text(log: Log) -> str:
     """Format the log as its file."""
     import tomli_w
 
-    raw = []
-    for a in log.entries:
-        fields: dict[str, Any] = {
-            "lane": a.lane,
-            "day": a.day,
-            "candidate": a.candidate,
-            "from": a.old,
-            "to": a.new,
-            "decision": a.decision,
-            "gate": a.gate,
-            "commit": a.commit,
-        }
-        fields |= {"rolled_back": a.rolled_back} if a.rolled_back else {}
-        fields |= {"without": list(a.without)} if a.without else {}
-        fields |= {"not_in_lock": dict(a.not_in_lock)} if a.not_in_lock else {}
-        fields |= {"before": dict(a.before), "after": dict(a.after)}
-        fields |= {"reviewed": [dict(vars(r)) for r in a.reviewed]} if a.reviewed else {}
-        raw.append(fields)
+    entries = [
+        {NAMES.get(name, name): values[name] for name in ORDER if values[name] or name not in OPTIONAL}
+        for values in map(asdict, log.entries)
+    ]
     unverified = {"unverified": sorted(log.unverified)} if log.unverified else {}
-    return HEAD + tomli_w.dumps({**unverified, "adoption": raw})
+    return HEAD + tomli_w.dumps({**unverified, "adoption": entries})
+
+
+def _entry(raw: Mapping[str, Any]) -> Adoption:
+    """Read one entry. Raises KeyError, TypeError, ValueError or AttributeError on anything else."""
+    values: dict[str, Any] = {name: raw[NAMES.get(name, name)] for name in ORDER if name not in OPTIONAL}
+    values |= {name: raw[name] for name in OPTIONAL & raw.keys()}
+    for name, value in values.items():
+        if name in ("day", "rolled_back"):
+            if not isinstance(value, date):
+                raise ValueError(f"{name} must be a day")
+        elif name in ("before", "after", "not_in_lock"):
+            values[name] = {str(key): str(text) for key, text in value.items()}
+        elif name == "without":
+            values[name] = tuple(map(str, value))
+        elif name == "reviewed":
+            values[name] = tuple(ReviewedFinding(**found) for found in value)
+        else:
+            values[name] = str(value)
+    if values["before"].keys() != values["after"].keys():
+        raise ValueError("before and after name other files")
+    return Adoption(**values)
 
 
 def keep(edits: Sequence[Edit]) -> None:
@@ -147,14 +155,12 @@ def undo(root: Path, lane: str, day: date) -> Adoption:
     now = {path: read(root / path) for path in entry.after}
     edited = [path for path, sha256 in entry.after.items() if digest(now[path]) != sha256]
     if edited:
-        raise AdoptionError(
-            f"{', '.join(edited)} changed since {entry.new} was adopted on {entry.day}: nothing is restored; "
-            "undo that change first, or revert the adoption's commit"
-        )
+        why = f"{', '.join(edited)} changed since {entry.new} was adopted on {entry.day}: nothing is restored"
+        raise AdoptionError(f"{why}; undo that change first, or revert the adoption's commit")
     edits = [Edit(path, now[path], _old(root, entry, path)) for path in entry.after]
     entries = tuple(replace(a, rolled_back=day) if a is entry else a for a in log.entries)
     edits.append(Edit(FILE, read(root / FILE), text(Log(entries, log.unverified | {lane}))))
-    replace_all(root, edits, Operation(ROLLBACK, lane))
+    replace_all(root, edits, Operation(file_transaction.ROLLBACK, lane))
     return entry
 
 
@@ -180,33 +186,9 @@ def _old(root: Path, entry: Adoption, path: str) -> str | None:
         shown = subprocess.run(["git", "show", f"{entry.commit}:./{path}"], cwd=root, capture_output=True)
         found = shown.stdout.decode("utf-8", "replace")
     if digest(found) != sha256:
-        raise AdoptionError(
-            f"{path}: its content before the adoption is neither in {home() / 'adoptions'} nor in git: "
-            "revert the adoption's commit instead"
-        )
+        why = f"its content before the adoption is neither in {home() / 'adoptions'} nor in git"
+        raise AdoptionError(f"{path}: {why}: revert the adoption's commit instead")
     return found
-
-
-def _entry(raw: Mapping[str, Any]) -> Adoption:
-    texts = {name: str(raw[name]) for name in ("lane", "candidate", "decision", "gate", "commit")}
-    before, after = ({str(k): str(v) for k, v in raw[name].items()} for name in ("before", "after"))
-    for name in ("day", "rolled_back"):
-        if not isinstance(raw.get(name, date.min), date):
-            raise ValueError(f"{name} must be a day")
-    if before.keys() != after.keys():
-        raise ValueError("before and after name other files")
-    return Adoption(
-        **texts,
-        day=raw["day"],
-        old=str(raw["from"]),
-        new=str(raw["to"]),
-        before=before,
-        after=after,
-        reviewed=tuple(ReviewedFinding(**r) for r in raw.get("reviewed", ())),
-        rolled_back=raw.get("rolled_back"),
-        without=tuple(map(str, raw.get("without", ()))),
-        not_in_lock={str(name): str(version) for name, version in raw.get("not_in_lock", {}).items()},
-    )
 
 
 def recent(
@@ -234,13 +216,12 @@ def oldest(
 def adopted(lane: str, *, store: str = "", root: Path | None = None) -> list[tuple[date, str]]:
     """Return (day, torch) of every build that a lane adopted, oldest first: `drift.anchor` picks from the days.
 
-    Those in the log of `bumpgate adopt` in the work tree of `root`, and of the days before its first entry the
-    candidates that passed a gate of the history; without the builds whose adoption was rolled back.
+    They are in the log of `bumpgate adopt` in the tree of `root`. Before its first entry, the candidates that passed
+    a gate of the history count. Builds whose adoption was rolled back are left out.
     """
     entries = [a for a in load(root or find_root(Path.cwd())).entries if a.lane == lane]
-    undone = {_release(a.new) for a in entries if a.rolled_back} - {
-        _release(a.new) for a in entries if not a.rolled_back
-    }
+    undone = {_release(a.new) for a in entries if a.rolled_back}
+    undone -= {_release(a.new) for a in entries if not a.rolled_back}
     first = min((a.day for a in entries), default=date.max)
     passed = Archive(store or default_store()).adopted(lane)
     builds = {(a.day, a.new) for a in entries} | {(day, torch) for day, torch in passed if day < first}

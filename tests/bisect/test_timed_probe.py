@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect import gate_finding, journal, options, probe, timed_probe
-from bumpgate.bisect.bisection import BisectContext, Bisection, ThisHost
+from bumpgate.bisect.bisection import Bisection, Setup
 from bumpgate.bisect.candidates import Range
-from bumpgate.bisect.gate_finding import GateFindingError, load
+from bumpgate.bisect.gate_finding import GateFinding, GateFindingError, load
 from bumpgate.bisect.options import Options
 from bumpgate.bisect.probe import Cause
 from bumpgate.bisect.search import ProbeOutcome, SearchResult
@@ -136,9 +136,8 @@ def timed_test(root: Path, sides: Sides, ratio: float, fault: str = "") -> timed
     patch.setattr(timed_probe, "run_lanes", sides.run_lanes)
     patch.setattr(timed_probe, "shares", lambda: [[0], [1]])
     patch.setattr(timed_probe, "import_fault", lambda environment, *packages: fault)
-    return timed_probe.TimedTest(
-        root / "tree", "cpu", {ROW: TEST}, {ROW: ratio}, lambda: build(request(GOOD)), "torch"
-    )
+    found = GateFinding("cpu", (TEST,), {}, {}, {ROW: TEST}, {ROW: ratio})
+    return timed_probe.TimedTest(root / "tree", "cpu", found, lambda: build(request(GOOD)), "torch")
 
 
 def search(
@@ -152,9 +151,8 @@ def search(
     path = out / "state.jsonl"
     plan = config.plan(span, test)
     with journal.resume(path) if path.exists() else journal.begin(path, plan) as state:
-        hosts = ThisHost(build, test)
-        context = BisectContext("torch", out, request, build, hosts, test, show, reliable=True)
-        return Bisection(state, context).run(), show
+        setup = Setup("torch", request, build, test, reliable=True)
+        return Bisection(state, setup, out, setup, show).run(), show
 
 
 def test_misread_rates_of_timed_rows_are_bounds_unless_stated(root: Path) -> None:
@@ -214,7 +212,7 @@ def test_frequent_slow_processes_are_not_good(
     test = timed_test(root, Sides({}), 1.10)
     values = [0.001 * (-1) ** n for n in range(12)]
     values[3 : 3 + slow] = [math.log(2)] * slow
-    sessions = timed_probe.Sessions(test.tests, test.plan, test.plan.budget, {ROW: values})
+    sessions = timed_probe.Sessions(test.finding.tests, test.plan, test.plan.budget, {ROW: values})
     (tmp_path / timed_probe.SESSIONS).write_text(json.dumps(sessions.to_json()))
     made = timed_probe.Reading(tmp_path, Cause.RAN, timed_probe.MEASURED)
     assert test.judge(made).outcome is outcome

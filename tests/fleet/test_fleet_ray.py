@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
+from tests.fleet.lanes import PYTHONS, two_lanes
 from tests.support.builds import JUDGE, Ran, make_builds
 from tests.support.clusters import RayCluster
-from tests.support.foreign import LANE, Foreign
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
-from tests.support.project import wrapped_python
 from tests.support.tree import ROOT
 
 pytestmark = pytest.mark.fleet
@@ -28,7 +27,8 @@ pytestmark = pytest.mark.fleet
 NIGHTS = 60
 ENDS = ("--good", "2.0.0", "--bad", "2.11.0")
 # Names the host: a variable of the environment in which the node was started.
-SLOW = "sleep 0.3; echo {version} $NODE >> probed"
+SLOW = f"{JUDGE}; code=$?; sleep 0.3; echo {{version}} $NODE >> probed; exit $code"
+SLOWLY = ("bisect", *ENDS, "--command", SLOW, "--out", "out")
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +88,8 @@ def start(folder: Path, cluster: RayCluster | None, *arguments: str) -> subproce
     )
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 300) -> Ran:
-    out, err = process.communicate(timeout=seconds)
+def ended(process: subprocess.Popen[str]) -> Ran:
+    out, err = process.communicate(timeout=300)
     return Ran(process.returncode, out, err)
 
 
@@ -110,12 +110,8 @@ def probed(folder: Path) -> Counter[str]:
     return Counter(line.split()[1] for line in path.read_text().splitlines()) if path.exists() else Counter()
 
 
-def lines(folder: Path) -> int:
-    return sum(probed(folder).values())
-
-
-def until(condition: Callable[[], Any], seconds: float = 120) -> Any:
-    deadline = time.monotonic() + seconds
+def until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 120
     while not (found := condition()):
         assert time.monotonic() < deadline, "not within the time"
         time.sleep(0.02)
@@ -123,11 +119,10 @@ def until(condition: Callable[[], Any], seconds: float = 120) -> Any:
 
 
 def test_two_ray_hosts_give_the_answer_of_one_process(hosts: RayCluster, tmp_path: Path) -> None:
-    judged = ("bisect", *ENDS, "--command", f"{JUDGE}; code=$?; {SLOW}; exit $code")
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     for folder, cluster in ((alone, None), (shared, hosts)):
         folder.mkdir()
-        ran = run(folder, cluster, *judged, "--out", "out")
+        ran = run(folder, cluster, *SLOWLY)
         assert ran.code == 0, ran
         assert "first bad   torch 2.7.0" in ran.out
         assert "at fault    triton 3.6.0 -> 3.7.0, not torch" in ran.out
@@ -167,32 +162,16 @@ def test_task_runs_on_a_host_that_offers_its_lane(hosts: RayCluster) -> None:
 
 
 def test_lanes_are_gated_on_their_hosts(hosts: RayCluster, tmp_path: Path) -> None:
-    foreign = Foreign(tmp_path)
-    foreign.write("bumpgate.toml", LANE + LANE.replace("mine", "other"))
-    foreign.write("torch.py", "")
-    for side in ("good", "bad"):
-        foreign.write(f".{side}/python", wrapped_python(SIDE=side))
-        (tmp_path / f".{side}/python").chmod(0o755)
-    row = '{"name": "graphs", "value": 3, "unit": "graphs", "better": "exact"}'
-    notes = "open('ran', 'a').write(os.environ['NODE'] + os.environ['SIDE'] + ' ')"
-    foreign.write("bench.py", f"import os\nprint('{row}')\n{notes}")
-    gates = ("gate", "--lane", "mine", "--lane", "other", "--out", "night")
-    pythons = (
-        "--python-adopted",
-        ".good/python",
-        "--python-candidate",
-        ".bad/python",
-        "--command",
-        "python bench.py",
-    )
-    ran = run(tmp_path, hosts, *gates, "--", *pythons)
+    two_lanes(tmp_path, "open('ran', 'a').write(os.environ['NODE'] + os.environ['SIDE'] + ' ')")
+    gates = ("gate", "--lane", "mine", "--lane", "other", "--out", "night", "--", *PYTHONS)
+    ran = run(tmp_path, hosts, *gates)
     assert ran.code == 0, ran
     verdicts = {line.split(" on ")[0] for line in ran.out.splitlines() if " on " in line}
     assert verdicts == {"ADOPT    mine", "ADOPT    other"}
     assert "bgood" in (tmp_path / "ran").read_text()
     nodes = (tmp_path / "ran").read_text().split()
     assert nodes.count("bgood") == nodes.count("bbad") > 0, "both sides of the lane `other` on its host"
-    again = run(tmp_path, hosts, *gates, "--", *pythons)
+    again = run(tmp_path, hosts, *gates)
     assert (again.code, "night holds gates of mine, other" in again.err) == (4, True)
 
 
@@ -206,10 +185,6 @@ def cluster(served: LocalIndex, cache: Path, short: str, tmp_path: Path) -> Iter
         yield made
 
 
-def judged_slowly() -> tuple[str, ...]:
-    return ("bisect", *ENDS, "--command", f"{JUDGE}; code=$?; {SLOW}; exit $code", "--out", "out")
-
-
 def check_answer(folder: Path, ran: Ran, lost: int) -> None:
     """The answer is that of an undisturbed bisect, and no more than `lost` finished probes have no reading."""
     assert ran.code == 0, ran
@@ -219,22 +194,20 @@ def check_answer(folder: Path, ran: Ran, lost: int) -> None:
     kept = [
         p for p in (folder / "out").rglob("reading.json") if json.loads(p.read_text())["code"] is not None
     ]
-    assert len(kept) <= lines(folder) <= len(kept) + lost
+    assert len(kept) <= probed(folder).total() <= len(kept) + lost
 
 
 def test_killed_worker_loses_only_its_probe(cluster: RayCluster, tmp_path: Path) -> None:
-    process = start(tmp_path, cluster, *judged_slowly())
-    kills = 0
+    process = start(tmp_path, cluster, *SLOWLY)
     for after in (1, 4):
-        until(lambda after=after: lines(tmp_path) >= after)
+        until(lambda after=after: probed(tmp_path).total() >= after)
         os.kill(until(cluster.nodes[0].workers)[0], signal.SIGKILL)
-        kills += 1
-    check_answer(tmp_path, ended(process), kills)
+    check_answer(tmp_path, ended(process), lost=2)
 
 
 def test_killed_host_leaves_the_bisect_to_the_others(cluster: RayCluster, tmp_path: Path) -> None:
     second = cluster.start("lane_mine", slots=2, NODE="b")
-    process = start(tmp_path, cluster, *judged_slowly())
+    process = start(tmp_path, cluster, *SLOWLY)
     until(lambda: probed(tmp_path)["b"])
     until(second.workers)
     second.kill()
@@ -245,19 +218,19 @@ def test_killed_host_leaves_the_bisect_to_the_others(cluster: RayCluster, tmp_pa
 
 def test_killed_driver_resumes_from_its_journal(cluster: RayCluster, tmp_path: Path) -> None:
     for after in (1, 5):
-        process = start(tmp_path, cluster, *judged_slowly(), *(["--resume"] if after > 1 else []))
-        until(lambda after=after: lines(tmp_path) >= after)
+        process = start(tmp_path, cluster, *SLOWLY, *(["--resume"] if after > 1 else []))
+        until(lambda after=after: probed(tmp_path).total() >= after)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    check_answer(tmp_path, run(tmp_path, cluster, *judged_slowly(), "--resume"), 4)
+    check_answer(tmp_path, run(tmp_path, cluster, *SLOWLY, "--resume"), 4)
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["only host", "with another host"])
 def test_killed_head_gives_a_partial_answer(cluster: RayCluster, tmp_path: Path, others: int) -> None:
     for _ in range(others):
         cluster.start("lane_mine", slots=2, NODE="b")
-    process = start(tmp_path, cluster, *judged_slowly())
-    until(lambda: lines(tmp_path) >= 4)
+    process = start(tmp_path, cluster, *SLOWLY)
+    until(lambda: probed(tmp_path).total() >= 4)
     cluster.nodes[0].kill()
     ran = ended(process)
     assert ran.code == 125, ran
@@ -266,5 +239,5 @@ def test_killed_head_gives_a_partial_answer(cluster: RayCluster, tmp_path: Path,
     assert "readings so far are saved. Continue with: bumpgate fleet --ray" in line
     with RayCluster(tmp_path, cluster.env) as other:
         other.start("lane_mine", slots=2, NODE="c")
-        check_answer(tmp_path, run(tmp_path, other, *judged_slowly(), "--resume"), 2 * (1 + others))
+        check_answer(tmp_path, run(tmp_path, other, *SLOWLY, "--resume"), 2 * (1 + others))
     assert probed(tmp_path)["c"]

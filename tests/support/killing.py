@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect import bisection, journal
-from bumpgate.bisect.bisection import BisectContext, ThisHost
+from bumpgate.bisect.bisection import Setup
 from bumpgate.bisect.journal import BisectPlan
-from bumpgate.bisect.probe import Cause, ProbeResult, Reading, load, take
+from bumpgate.bisect.probe import Cause, ProbeResult, Reading, Test, load, take
 from bumpgate.bisect.search import ProbeOutcome, SearchResult
 from bumpgate.env.build import Environment, NotInstallable
 from bumpgate.env.request import Request
@@ -38,7 +38,7 @@ class KillPoints:
             raise Killed
 
 
-class FakeTest:
+class FakeTest(Test):
     """Detects the fault in triton; each run begins and ends with a kill point.
 
     runs: the package sets, one per run. misread: 1-based numbers of the runs that return the opposite.
@@ -58,15 +58,7 @@ class FakeTest:
             code = 1 - code
         return Reading(place, Cause.RAN, code, seconds=0.0, packages=dict(environment.packages))
 
-    def unusable(self, reading: Reading) -> ProbeResult | None:
-        return ProbeResult(ProbeOutcome.SKIP, reading.failure) if reading.cause is Cause.BROKEN else None
-
-    def learn(self, good: Any, bad: Any) -> None:
-        """Nothing to learn: the fake reads the fault directly."""
-
-    def judge(self, reading: Reading) -> ProbeResult:
-        if result := self.unusable(reading):
-            return result
+    def judge_run(self, reading: Reading) -> ProbeResult:
         return ProbeResult(ProbeOutcome.BAD if reading.code else ProbeOutcome.GOOD, f"exit {reading.code}")
 
 
@@ -134,9 +126,10 @@ def run_loop(
                 return Request((f"torch==={version}",), name=f"torch {version}")
 
             test = FakeTest(moments, runs, misread)
-            taken = FakeHosts(test, hosts) if hosts > 1 else ThisHost(fake_build, test)
-            context = BisectContext("torch", out, request, fake_build, taken, test, Silent())
-            run = module.Bisection(state, context)
+            setup = Setup("torch", request, fake_build, test)
+            run = module.Bisection(
+                state, setup, out, FakeHosts(test, hosts) if hosts > 1 else setup, Silent()
+            )
             result = run.run()
             return result, [str(change) for change in run.attribute(result).changes]
 

@@ -1,27 +1,16 @@
-"""Helpers for tests of a search: fake nightlies, noisy probes, a search driver, injected faults."""
+"""Helpers for tests of a search: fake nightlies, noisy probes, a search driver."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 # Runs of a simulation.
 RUNS = 1000
 # A simulation's claim holds if it would pass by chance less often than this.
 SIGNIFICANCE = 1e-3
-
-
-def mutant_of(module: ModuleType, old: str, new: str) -> Any:
-    """Return a module with one fault in its source, which its check must detect."""
-    source = Path(str(module.__file__)).read_text()
-    assert source.count(old) == 1, f"the text to mutate occurs {source.count(old)} times: {old!r}"
-    made = ModuleType(module.__name__)
-    exec(compile(source.replace(old, new), f"mutant of {module.__name__}", "exec"), made.__dict__)
-    return made
 
 
 def tail(count: int, trials: int, p: float) -> float:
