@@ -10,12 +10,40 @@ Sources: Mamba-2 (Dao & Gu 2024, arXiv 2405.21060), Mamba-3 (arXiv 2603.15569).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 TAU = 2 * math.pi
+
+
+def token_by_token(step: Callable[..., Any], i: Any, state: Any) -> tuple[Tensor, Any]:
+    """Apply a step to each token (B,T,...) of a named tuple of inputs; a document begins with a state of zeros.
+
+    state: a tensor (B,...) or a named tuple of them. The inputs without an axis of tokens are those that its
+    class names in `fixed`, and doc_ids.
+    """
+    keep, outputs = ~document_starts(i.doc_ids), []
+
+    def kept(s: Tensor, t: int) -> Tensor:
+        return s * keep[:, t].view(-1, *[1] * (s.dim() - 1))
+
+    per_token = [name for name in i._fields if name not in (*i.fixed, "doc_ids")]
+    for t in range(keep.shape[1]):
+        state = kept(state, t) if isinstance(state, Tensor) else type(state)(*(kept(s, t) for s in state))
+        token = i._replace(doc_ids=None, **{name: getattr(i, name)[:, t] for name in per_token})
+        y, state = step(token, state)
+        outputs.append(y)
+    return torch.stack(outputs, 1), state
+
+
+def zeros(like: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Return zeros of these shapes in the accumulation dtype: fp32, or fp64 for fp64."""
+    acc = torch.promote_types(like.dtype, torch.float32)
+    return [like.new_zeros(shape, dtype=acc) for shape in shapes]
 
 
 def document_starts(doc_ids: Tensor) -> Tensor:

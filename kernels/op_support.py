@@ -29,12 +29,15 @@ def contiguous_clone(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format)
 
 
-def opaque_op(kernel: str = "", *, eager_fp64: bool = False) -> Callable[[Callable[..., Any]], Any]:
+def opaque_op(
+    kernel: str = "", *, eager_fp64: bool = False, schema: str | None = None
+) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that declares the op `bumpgate::NAME` from NAME, the eager function that computes it.
 
     It runs with autocast disabled, and its results are copied to canonical strides.
     kernel: "module:function" that computes it on CUDA, imported at the first call (no triton on CPU); "" for none.
     eager_fp64: whether CUDA runs the eager function if the first input is fp64 (the oracle's dtype).
+    schema: of an op whose function takes *arguments; None reads it from the annotations.
     """
 
     def declare(body: Callable[..., Any]) -> Any:
@@ -53,12 +56,38 @@ def opaque_op(kernel: str = "", *, eager_fp64: bool = False) -> Callable[[Callab
             module, _, name = kernel.partition(":")
             return getattr(import_module(module), name)(*inputs)
 
-        op = torch.library.custom_op(f"bumpgate::{body.__name__}", eager, mutates_args=())
+        op = torch.library.custom_op(f"bumpgate::{body.__name__}", eager, mutates_args=(), schema=schema)
         if kernel:
             op.register_kernel("cuda")(launch)
         return op
 
     return declare
+
+
+def scan_schemas(inputs: Any, state: Any) -> tuple[str, str]:
+    """Return the schemas of a scan's forward and backward op, from the classes of its inputs and of its state.
+
+    Forward: inputs, state, chunk_size -> y, the final state. Backward: the same, then the gradients of these results
+    -> the gradients of inputs and state.
+    """
+    tensors = ", ".join(f"Tensor {name}" for name in (*inputs._fields, *state._fields))
+    results = ", ".join(["Tensor"] * (1 + len(state._fields)))
+    grads = ", ".join(f"Tensor d{name}" for name in ("y", *state._fields))
+    given = f"{tensors}, SymInt chunk_size"
+    return f"({given}) -> ({results})", f"({given}, {grads}) -> Tensor[]"
+
+
+def document_borders(doc_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return where documents begin (B,T), and their offsets (cu_seqlens) in the flattened batch, int32.
+
+    The offsets are None if every row is one document. Reads doc_ids on the host.
+    """
+    starts = torch.ones_like(doc_ids, dtype=torch.bool)
+    starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
+    if not bool(starts[:, 1:].any()):
+        return starts, None
+    end = doc_ids.new_tensor([doc_ids.numel()])
+    return starts, torch.cat((starts.flatten().nonzero().flatten(), end)).to(torch.int32)
 
 
 def resolve_impl(impl: str, t: Tensor) -> str:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.causal_conv1d import causal_conv1d, causal_conv1d_step
-from kernels.mamba3_siso import Mamba3State, mamba3_siso, mamba3_siso_step
+from kernels.mamba3_siso import Mamba3Inputs, Mamba3State, mamba3_siso, mamba3_siso_step
 from kernels.rms_norm_gated import rms_norm_gated
-from kernels.ssd_chunk_scan import ssd_chunk_scan, ssd_chunk_scan_step
+from kernels.ssd_chunk_scan import SsdInputs, ssd_chunk_scan, ssd_chunk_scan_step
 from model.config import HybridConfig
 from model.layers import projection, rms_norm, widen
 
@@ -48,19 +48,12 @@ class Mamba3Block(nn.Module):
 
     def forward(self, x: Tensor, doc_ids: Tensor, positions: Tensor) -> Tensor:
         """x (B,T,D), doc_ids (B,T) int32 -> (B,T,D). positions is unused: the scan keeps its own angle."""
-        q, k, v, adt, dt, trap, angles, z = self._project(x)
-        y, _ = mamba3_siso(
-            q, k, v, adt, dt, trap, self.q_bias, self.k_bias, angles, self.skip, z, doc_ids,
-            state=None, chunk_size=self.chunk,
-        )  # fmt: skip
+        y, _ = mamba3_siso(self._project(x, doc_ids), chunk_size=self.chunk)
         return x + self.output(y.flatten(-2))
 
     def step(self, x: Tensor, state: Mamba3State) -> tuple[Tensor, Mamba3State]:
         """One token: x (B,D), the state of the previous token -> (B,D), the state after it."""
-        q, k, v, adt, dt, trap, angles, z = self._project(x)
-        y, state = mamba3_siso_step(
-            q, k, v, adt, dt, trap, self.q_bias, self.k_bias, angles, self.skip, z, state
-        )
+        y, state = mamba3_siso_step(self._project(x), state)
         return x + self.output(y.flatten(-2)), state
 
     def empty_state(self, x: Tensor) -> Mamba3State:
@@ -68,7 +61,14 @@ class Mamba3Block(nn.Module):
         H, P, N, R = self.heads, self.splits[0] // self.heads, self.state, self.splits[-1]
         return Mamba3State(*(widen(x.new_zeros(x.shape[0], H, *dims)) for dims in ((R,), (P, N), (N,), (P,))))
 
-    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _project(self, x: Tensor, doc_ids: Tensor | None = None) -> Mamba3Inputs:
+        """x (...,D) -> the inputs of the scan, or without documents of a step."""
+        q, k, v, adt, dt, trap, angles, z = self._per_token(x)
+        return Mamba3Inputs(
+            q, k, v, adt, dt, trap, self.q_bias, self.k_bias, angles, self.skip, z, doc_ids
+        )  # fmt: skip
+
+    def _per_token(self, x: Tensor) -> tuple[Tensor, ...]:
         """x (...,D) -> q, k (...,G,N), v (...,H,P), A dt, dt, trap (...,H), angles (...,H,R), z (...,H,P)."""
         z, v, k, q, dd_dt, dd_a, trap, angles = self.input(rms_norm(x, self.eps)).split(self.splits, dim=-1)
         k = F.rms_norm(self._by_group(k), (self.state,), self.k_norm, self.eps)
@@ -109,8 +109,7 @@ class Mamba2Block(nn.Module):
         """x (B,T,D), doc_ids (B,T) int32 -> (B,T,D). positions is unused."""
         z, xbc, dd_dt = self.input(rms_norm(x, self.eps)).split(self.splits, dim=-1)
         xbc = causal_conv1d(xbc, self.conv_weight, self.conv_bias, doc_ids)
-        scanned = self._scan_inputs(xbc, dd_dt)
-        y, _ = ssd_chunk_scan(*scanned, self.skip, doc_ids, initial_state=None, chunk_size=self.chunk)
+        y, _ = ssd_chunk_scan(self._scan_inputs(xbc, dd_dt, doc_ids), chunk_size=self.chunk)
         return x + self._gated_output(y, z)
 
     def step(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -118,7 +117,7 @@ class Mamba2Block(nn.Module):
         taps, scan = state
         z, xbc, dd_dt = self.input(rms_norm(x, self.eps)).split(self.splits, dim=-1)
         xbc, taps = causal_conv1d_step(xbc, taps, self.conv_weight, self.conv_bias)
-        y, scan = ssd_chunk_scan_step(*self._scan_inputs(xbc, dd_dt), self.skip, scan)
+        y, scan = ssd_chunk_scan_step(self._scan_inputs(xbc, dd_dt), scan)
         return x + self._gated_output(y, z), (taps, scan)
 
     def empty_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,12 +126,13 @@ class Mamba2Block(nn.Module):
         taps = x.new_zeros(B, self.conv_weight.shape[1] - 1, self.splits[1])
         return taps, widen(x.new_zeros(B, self.heads, self.inner // self.heads, N))
 
-    def _scan_inputs(self, xbc: Tensor, dd_dt: Tensor) -> tuple[Tensor, ...]:
-        """(...,channels), (...,H) -> x (...,H,P), dt (...,H), A (H,), B and C (...,G,N)."""
+    def _scan_inputs(self, xbc: Tensor, dd_dt: Tensor, doc_ids: Tensor | None = None) -> SsdInputs:
+        """(...,channels), (...,H) -> the inputs of the scan, or without documents of a step."""
         v, k, q = xbc.split(self.conv_splits, dim=-1)
         dt = F.softplus(widen(dd_dt) + self.dt_bias)
         k, q = (t.unflatten(-1, (self.groups, -1)) for t in (k, q))
-        return v.unflatten(-1, (self.heads, -1)), dt, -torch.exp(widen(self.a_log)), k, q
+        v = v.unflatten(-1, (self.heads, -1))
+        return SsdInputs(v, dt, -torch.exp(widen(self.a_log)), k, q, self.skip, doc_ids)
 
     def _gated_output(self, y: Tensor, z: Tensor) -> Tensor:
         return self.output(rms_norm_gated(y.flatten(-2), z, self.norm_weight, eps=self.eps))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.mamba3_mimo import Mamba3MimoState, mamba3_mimo, mamba3_mimo_step
+from kernels.mamba3_mimo import Mamba3MimoInputs, Mamba3MimoState, mamba3_mimo, mamba3_mimo_step
 from model.config import HybridConfig
 from model.layers import projection
 from model.mamba import Mamba3Block
@@ -32,17 +32,12 @@ class Mamba3MIMOBlock(Mamba3Block):
 
     def forward(self, x: Tensor, doc_ids: Tensor, positions: Tensor) -> Tensor:
         """x (B,T,D), doc_ids (B,T) int32 -> (B,T,D). positions is unused."""
-        q, k, v, adt, dt, trap, angles, z = self._project(x)
-        y, _ = mamba3_mimo(
-            q, k, v, adt, dt, trap, *self._weights(), angles, self.skip, z, doc_ids,
-            state=None, chunk_size=self.chunk,
-        )  # fmt: skip
+        y, _ = mamba3_mimo(self._project(x, doc_ids), chunk_size=self.chunk)
         return x + self.output(y.flatten(-2))
 
     def step(self, x: Tensor, state: Mamba3MimoState) -> tuple[Tensor, Mamba3MimoState]:
         """One token: x (B,D), the state of the previous token -> (B,D), the state after it."""
-        q, k, v, adt, dt, trap, angles, z = self._project(x)
-        y, state = mamba3_mimo_step(q, k, v, adt, dt, trap, *self._weights(), angles, self.skip, z, state)
+        y, state = mamba3_mimo_step(self._project(x), state)
         return x + self.output(y.flatten(-2)), state
 
     def empty_state(self, x: Tensor) -> Mamba3MimoState:
@@ -50,8 +45,12 @@ class Mamba3MIMOBlock(Mamba3Block):
         theta, h, k_prev, v_prev = super().empty_state(x)
         return Mamba3MimoState(theta, h, k_prev.unsqueeze(2).repeat(1, 1, self.rank, 1), v_prev)
 
-    def _weights(self) -> tuple[Tensor, ...]:
-        return self.q_bias, self.k_bias, self.mimo_v, self.mimo_z, self.mimo_out
+    def _project(self, x: Tensor, doc_ids: Tensor | None = None) -> Mamba3MimoInputs:
+        q, k, v, adt, dt, trap, angles, z = self._per_token(x)
+        return Mamba3MimoInputs(
+            q, k, v, adt, dt, trap, self.q_bias, self.k_bias, self.mimo_v, self.mimo_z, self.mimo_out, angles,
+            self.skip, z, doc_ids,
+        )  # fmt: skip
 
     def _by_group(self, x: Tensor) -> Tensor:
         """(...,R*G*N) -> (...,R,G,N)."""

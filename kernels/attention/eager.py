@@ -107,16 +107,9 @@ def attention_forward_with_lse(
 
 
 def attention_eager(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    doc_ids: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    window: int = 0,
-    causal: bool = True,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, *, scale: float | None = None, softcap: float = 0.0,
+    window: int = 0, causal: bool = True,
+) -> Tensor:  # fmt: skip
     """q (B,T,Hq,P), k and v (B,S,Hkv,P) with S = T, doc_ids (B,T) int32 -> (B,T,Hq,P) in q.dtype.
 
     scale None is 1/sqrt(P). Logits, softmax and both products are fp32 (fp64 for fp64); one cast at the end.
@@ -126,18 +119,9 @@ def attention_eager(
 
 
 def attention_backward_eager(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    doc_ids: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    scale: float,
-    softcap: float,
-    window: int,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, out: Tensor, lse: Tensor, dout: Tensor, scale: float,
+    softcap: float, window: int, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of (q, k, v) from dout (B,T,Hq,P), the forward's out (B,T,Hq,P) and lse (B,Hq,T).
 
     p is recomputed as exp(s - lse), so nothing of size T*S is saved between the passes. The softmax gradient

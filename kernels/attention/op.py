@@ -87,17 +87,9 @@ def _check(q, k, v, doc_ids, softcap, window, impl):
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    doc_ids: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    window: int = 0,
-    causal: bool = True,
-    impl: str = "op",
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, *, scale: float | None = None, softcap: float = 0.0,
+    window: int = 0, causal: bool = True, impl: str = "op",
+) -> Tensor:  # fmt: skip
     """Softmax attention with grouped heads, softcap, document mask and optional window.
 
     q (B,T,Hq,P), k and v (B,T,Hkv,P) in one float dtype, Hq a multiple of Hkv: query head h reads key/value

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from kernels.op_support import peer
+from kernels.op_support import document_borders, peer
 
 INSTALL = "pip install --no-build-isolation flash-attn==2.8.3.post2"
 INSTALL_FA4 = "pip install --pre flash-attn-4"
@@ -187,12 +187,9 @@ def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 def _borders(doc_ids: Tensor) -> Tensor | None:
     """Document offsets (cu_seqlens) in the flattened batch, int32; None if every row is one document."""
-    starts = torch.ones_like(doc_ids, dtype=torch.bool)
-    starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
-    if not bool(starts[:, 1:].any()):
-        return None
-    if any(row.unique().numel() != int(begun) for row, begun in zip(doc_ids, starts.sum(1))):
+    starts, borders = document_borders(doc_ids)
+    if borders is not None and any(
+        row.unique().numel() != int(begun) for row, begun in zip(doc_ids, starts.sum(1))
+    ):
         raise ValueError("attention: this impl takes documents of adjacent tokens only")
-    return torch.cat((starts.flatten().nonzero().flatten(), doc_ids.new_tensor([doc_ids.numel()]))).to(
-        torch.int32
-    )
+    return borders

@@ -46,14 +46,9 @@ def cross_entropy_eager(
 
 
 def cross_entropy_backward_eager(
-    logits: Tensor,
-    target: Tensor,
-    shift: Tensor,
-    total: Tensor,
-    dloss: Tensor,
-    softcap: float,
+    logits: Tensor, target: Tensor, shift: Tensor, total: Tensor, dloss: Tensor, softcap: float,
     ignore_index: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Gradient of the logits (..., V) from dloss (...) and the sums of the forward. Recomputes the softmax.
 
     dlogits = dloss (softmax(s) - onehot) (1 - (s/c)^2)

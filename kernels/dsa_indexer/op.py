@@ -186,15 +186,9 @@ def dsa_indexer(
 
 
 def dsa_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, scale: float | None = None, softcap: float = 0.0,
     impl: str = "op",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Softmax attention of each query over its chosen keys alone, with grouped heads and softcap.
 
     q (B,T,Hq,P), k and v (B,T,Hkv,P) in one float dtype, Hq a multiple of Hkv. indices (B,T,K) int32 in any order:
@@ -222,14 +216,9 @@ def dsa_attention(
 
 
 def dsa_distribution(
-    q: Tensor,
-    k: Tensor,
-    indices: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
+    q: Tensor, k: Tensor, indices: Tensor, *, scale: float | None = None, softcap: float = 0.0,
     impl: str = "op",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Target of the indexer: the attention weights of the chosen keys, mean over heads, without gradient.
 
     Arguments and errors as `dsa_attention` -> (B,T,K) in fp32 (fp64 for fp64), 0 for an index -1.

@@ -48,17 +48,9 @@ def m2rnn_forward_with_states(
 
 
 def m2rnn_backward_eager(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    W: Tensor,
-    f: Tensor,
-    doc_ids: Tensor,
-    h0: Tensor,
-    states: Tensor,
-    dy: Tensor,
-    dfinal: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, W: Tensor, f: Tensor, doc_ids: Tensor, h0: Tensor, states: Tensor,
+    dy: Tensor, dfinal: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of (q, k, v, W, f, h0) from the gradients of y (B,T,H,V) and of the final state (B,H,K,V).
 
     `states` are the forward's: they give the candidates n_t of all tokens at once, without a loop.

@@ -22,56 +22,50 @@ from kernels._scan import (
     trapezoid_weights,
 )
 from kernels.mamba3_mimo.chunked import Chunked, carry, chunked, scan, scan_backward
-from kernels.mamba3_mimo.naive import Mamba3MimoState, per_head, rotate, zero_state
+from kernels.mamba3_mimo.naive import Mamba3MimoInputs, Mamba3MimoState, per_head, rotate, zero_state
 
 
 def mamba3_mimo_eager(
-    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
-    mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
-    state: Mamba3MimoState | None = None, chunk_size: int = 16,
-) -> tuple[Tensor, Mamba3MimoState]:  # fmt: skip
+    i: Mamba3MimoInputs, state: Mamba3MimoState | None = None, chunk_size: int = 16
+) -> tuple[Tensor, Mamba3MimoState]:
     """The parallel form, by chunks: a masked quadratic product of rows inside one, a state carried between them.
 
-    q and k (B,T,R,G,N), v and z (B,T,H,P), adt, dt and trap (B,T,H), biases (H,R,N), mimo_* (H,R,P), angles
-    (B,T,H,A), D (H,), doc_ids (B,T) integer, state or None for zeros
-    -> y (B,T,H,P) in v.dtype, final state in fp32 (fp64 for fp64 v).
+    Returns y (B,T,H,P) in v.dtype, final state in fp32 (fp64 for fp64 v). state None is zeros.
     """
-    state = zero_state(v, q, angles) if state is None else state
-    c = _coefficients(q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, angles, doc_ids, state.theta)
+    state = zero_state(i) if state is None else state
+    c = _coefficients(i, state.theta)
     acc = c.dt.dtype
-    s = _chunk(c, adt, mimo_v, state, chunk_size)
+    s = _chunk(c, i, state, chunk_size)
     states, h = carry(s)
-    ungated = scan(s, states, v.shape[1]) + D.to(acc)[:, None, None] * c.rows
-    y = (mimo_out.to(acc) * ungated * F.silu(mimo_z.to(acc) * z.to(acc).unsqueeze(3))).sum(3)
+    ungated = scan(s, states, i.v.shape[1]) + i.D.to(acc)[:, None, None] * c.rows
+    y = (i.mimo_out.to(acc) * ungated * F.silu(i.mimo_z.to(acc) * i.z.to(acc).unsqueeze(3))).sum(3)
     theta = torch.remainder(c.theta[:, -1], TAU)
-    return y.to(v.dtype), Mamba3MimoState(theta, h, c.key[:, -1], c.value[:, -1])
+    return y.to(i.v.dtype), Mamba3MimoState(theta, h, c.key[:, -1], c.value[:, -1])
 
 
 def mamba3_mimo_backward_eager(
-    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
-    mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
-    state: Mamba3MimoState, chunk_size: int, dy: Tensor, dstate: Mamba3MimoState,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, *state).
+    i: Mamba3MimoInputs, state: Mamba3MimoState, chunk_size: int, dy: Tensor, dstate: Mamba3MimoState
+) -> tuple[Tensor, ...]:
+    """Gradients of the floating-point inputs and of the state, in their order.
 
     dy (B,T,H,P) and dstate are the gradients of the two results. Only the inputs are saved by the forward.
     """
-    T, G, A = v.shape[1], q.shape[3], angles.shape[3]
-    c = _coefficients(q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, angles, doc_ids, state.theta)
-    s = _chunk(c, adt, mimo_v, state, chunk_size)
+    T, G, A = i.v.shape[1], i.q.shape[3], i.angles.shape[3]
+    c = _coefficients(i, state.theta)
+    s = _chunk(c, i, state, chunk_size)
     acc = c.dt.dtype
     _, _, k_prev, v_prev = (t.to(acc) for t in state)
     dtheta_final, dh_final, dk_final, dv_final = (t.to(acc) for t in dstate)
-    up, up_z, down = (t.to(acc) for t in (mimo_v, mimo_z, mimo_out))
+    up, up_z, down, z = (t.to(acc) for t in (i.mimo_v, i.mimo_z, i.mimo_out, i.z))
     states, _ = carry(s)
 
     # y = sum_r down (scan + D rows) silu(up_z z)
-    skip, gated, dy = D.to(acc)[:, None, None], up_z * z.to(acc).unsqueeze(3), dy.to(acc).unsqueeze(3)
+    skip, gated, dy = i.D.to(acc)[:, None, None], up_z * z.unsqueeze(3), dy.to(acc).unsqueeze(3)
     ungated, sigmoid = scan(s, states, T) + skip * c.rows, torch.sigmoid(gated)
     dungated = dy * down * gated * sigmoid
     dgated = dy * down * ungated * sigmoid * (1 + gated * (1 - sigmoid))
     ddown = (dy * ungated * gated * sigmoid).sum((0, 1))
-    dup_z, dz = (dgated * z.to(acc).unsqueeze(3)).sum((0, 1)), (dgated * up_z).sum(3)
+    dup_z, dz = (dgated * z.unsqueeze(3)).sum((0, 1)), (dgated * up_z).sum(3)
     dD = (dungated * c.rows).sum((0, 1, 3, 4))
 
     g = scan_backward(s, states, dungated, dh_final)
@@ -104,8 +98,7 @@ def mamba3_mimo_backward_eager(
         dq, dk, dvalue, g.log_decay, ddt, dtrap, dquery.sum((0, 1)), dkey.sum((0, 1)), dup, dup_z, ddown,
         dangles, dD, dz, dtheta_given, g.initial, dk_prev, dv_prev,
     )  # fmt: skip
-    inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v, mimo_z, mimo_out, angles, D, z, *state)
-    return tuple(grad.to(i.dtype) for grad, i in zip(grads, inputs))
+    return tuple(grad.to(t.dtype) for grad, t in zip(grads, (*i[:-1], *state)))
 
 
 class _Coefficients(NamedTuple):
@@ -128,30 +121,27 @@ class _Coefficients(NamedTuple):
     rows: Tensor  # (B,T,H,R,P) mimo_v value
 
 
-def _coefficients(
-    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
-    mimo_v: Tensor, angles: Tensor, doc_ids: Tensor, theta: Tensor,
-) -> _Coefficients:  # fmt: skip
-    acc, H = torch.promote_types(v.dtype, torch.float32), v.shape[2]
-    starts = document_starts(doc_ids)
+def _coefficients(i: Mamba3MimoInputs, theta: Tensor) -> _Coefficients:
+    acc, H = torch.promote_types(i.v.dtype, torch.float32), i.v.shape[2]
+    starts = document_starts(i.doc_ids)
     segment = starts.cumsum(1)
     starts = starts.unsqueeze(-1)
-    value, dt, tanh = v.to(acc), dt.to(acc), torch.tanh(angles.to(acc))
-    lam, beta, gamma, scale = trapezoid_weights(dt, trap.to(acc), starts)
+    value, dt, tanh = i.v.to(acc), i.dt.to(acc), torch.tanh(i.angles.to(acc))
+    lam, beta, gamma, scale = trapezoid_weights(dt, i.trap.to(acc), starts)
     theta = running_angles(tanh, dt, segment, theta)
     cos, sin = torch.cos(theta), torch.sin(theta)
-    query = rotate(per_head(q.to(acc), H) + q_bias.to(acc), cos, sin)
-    key = rotate(per_head(k.to(acc), H) + k_bias.to(acc), cos, sin)
-    rows = mimo_v.to(acc) * value.unsqueeze(3)
+    query = rotate(per_head(i.q.to(acc), H) + i.q_bias.to(acc), cos, sin)
+    key = rotate(per_head(i.k.to(acc), H) + i.k_bias.to(acc), cos, sin)
+    rows = i.mimo_v.to(acc) * value.unsqueeze(3)
     return _Coefficients(
         starts, segment, dt, lam, beta, gamma, scale, tanh, theta, cos, sin, query, key, value, rows
     )
 
 
-def _chunk(c: _Coefficients, adt: Tensor, mimo_v: Tensor, state: Mamba3MimoState, chunk_size: int) -> Chunked:
+def _chunk(c: _Coefficients, i: Mamba3MimoInputs, state: Mamba3MimoState, chunk_size: int) -> Chunked:
     acc = c.dt.dtype
     _, h, k_prev, v_prev = (t.to(acc) for t in state)
-    before = mimo_v.to(acc) * v_prev.unsqueeze(-2)
+    before = i.mimo_v.to(acc) * v_prev.unsqueeze(-2)
     initial = h + c.beta[:, 0, :, None, None] * (before.mT @ k_prev)
-    log_decay = adt.to(acc).masked_fill(c.starts, float("-inf"))
+    log_decay = i.adt.to(acc).masked_fill(c.starts, float("-inf"))
     return chunked(c.query, c.key, c.rows, c.gamma, c.scale, log_decay, initial, chunk_size)

@@ -25,7 +25,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels._scan import TAU, document_starts, rotate_pairs
+from kernels._scan import TAU, rotate_pairs, token_by_token, zeros
+
+
+class Mamba3MimoInputs(NamedTuple):
+    """The tensors of one call. A step takes them without the axis T, and no doc_ids."""
+
+    fixed = ("q_bias", "k_bias", "mimo_v", "mimo_z", "mimo_out", "D")  # without an axis of tokens
+
+    q: Tensor  # (B,T,R,G,N) normalised
+    k: Tensor  # (B,T,R,G,N) normalised
+    v: Tensor  # (B,T,H,P)
+    adt: Tensor  # (B,T,H) A dt, negative
+    dt: Tensor  # (B,T,H) after softplus
+    trap: Tensor  # (B,T,H) before the sigmoid
+    q_bias: Tensor  # (H,R,N)
+    k_bias: Tensor  # (H,R,N)
+    mimo_v: Tensor  # (H,R,P) up-projection of v
+    mimo_z: Tensor  # (H,R,P) up-projection of z
+    mimo_out: Tensor  # (H,R,P) down-projection of the result
+    angles: Tensor  # (B,T,H,A) before the tanh; each rotates an adjacent pair of state dims
+    D: Tensor  # (H,)
+    z: Tensor  # (B,T,H,P)
+    doc_ids: Tensor | None = None  # (B,T) int32: the state is zeroed where the id changes
 
 
 class Mamba3MimoState(NamedTuple):
@@ -37,23 +59,19 @@ class Mamba3MimoState(NamedTuple):
     v_prev: Tensor  # (B,H,P) before mimo_v
 
 
-def mamba3_mimo_step(
-    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
-    mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, state: Mamba3MimoState,
-) -> tuple[Tensor, Mamba3MimoState]:  # fmt: skip
+def mamba3_mimo_step(i: Mamba3MimoInputs, state: Mamba3MimoState) -> tuple[Tensor, Mamba3MimoState]:
     """Compute one token: the definition, and the decode path.
 
-    q and k (B,R,G,N), v and z (B,H,P), adt, dt and trap (B,H), biases (H,R,N), mimo_* (H,R,P), angles (B,H,A),
-    D (H,) -> y (B,H,P) in v.dtype, new state. The caller zeroes the state where a new document begins.
+    Returns y (B,H,P) in v.dtype and the new state. The caller zeroes the state where a new document begins.
     """
-    acc, H = torch.promote_types(v.dtype, torch.float32), v.shape[1]
-    value, adt, dt, trap, angles, D, z = (t.to(acc) for t in (v, adt, dt, trap, angles, D, z))
-    mimo_v, mimo_z, mimo_out = (t.to(acc) for t in (mimo_v, mimo_z, mimo_out))
+    acc, H = torch.promote_types(i.v.dtype, torch.float32), i.v.shape[1]
+    value, adt, dt, trap, angles, D, z = (t.to(acc) for t in (i.v, i.adt, i.dt, i.trap, i.angles, i.D, i.z))
+    mimo_v, mimo_z, mimo_out = (t.to(acc) for t in (i.mimo_v, i.mimo_z, i.mimo_out))
     theta, h, k_prev, v_prev = (t.to(acc) for t in state)
     theta = torch.remainder(theta + math.pi * torch.tanh(angles) * dt.unsqueeze(-1), TAU)
     cos, sin = torch.cos(theta), torch.sin(theta)
-    query = rotate(per_head(q.to(acc), H) + q_bias.to(acc), cos, sin)
-    key = rotate(per_head(k.to(acc), H) + k_bias.to(acc), cos, sin)
+    query = rotate(per_head(i.q.to(acc), H) + i.q_bias.to(acc), cos, sin)
+    key = rotate(per_head(i.k.to(acc), H) + i.k_bias.to(acc), cos, sin)
     alpha, lam = torch.exp(adt), torch.sigmoid(trap)
     rows, before = mimo_v * value.unsqueeze(-2), mimo_v * v_prev.unsqueeze(-2)  # (B,H,R,P)
     h = (
@@ -63,24 +81,14 @@ def mamba3_mimo_step(
     )
     ungated = query @ h.mT + D[:, None, None] * rows
     y = (mimo_out * ungated * F.silu(mimo_z * z.unsqueeze(-2))).sum(-2)
-    return y.to(v.dtype), Mamba3MimoState(theta, h, key, value)
+    return y.to(i.v.dtype), Mamba3MimoState(theta, h, key, value)
 
 
 def mamba3_mimo_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
-    mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
-    state: Mamba3MimoState | None = None,
-) -> tuple[Tensor, Mamba3MimoState]:  # fmt: skip
+    i: Mamba3MimoInputs, state: Mamba3MimoState | None = None
+) -> tuple[Tensor, Mamba3MimoState]:
     """Apply the step token by token; arguments and results as for `mamba3_mimo_eager`."""
-    keep = ~document_starts(doc_ids)
-    state = zero_state(v, q, angles) if state is None else state
-    outputs = []
-    for t in range(v.shape[1]):
-        state = Mamba3MimoState(*(s * keep[:, t].view(-1, *[1] * (s.dim() - 1)) for s in state))
-        now, fixed = (s[:, t] for s in (q, k, v, adt, dt, trap)), (q_bias, k_bias, mimo_v, mimo_z, mimo_out)
-        y, state = mamba3_mimo_step(*now, *fixed, angles[:, t], D, z[:, t], state)
-        outputs.append(y)
-    return torch.stack(outputs, 1), state
+    return token_by_token(mamba3_mimo_step, i, zero_state(i) if state is None else state)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -94,9 +102,7 @@ def per_head(x: Tensor, H: int) -> Tensor:
     return x.repeat_interleave(H // x.shape[-3], -3)
 
 
-def zero_state(v: Tensor, q: Tensor, angles: Tensor) -> Mamba3MimoState:
-    """The state before any token, for v (B,T,H,P), q (B,T,R,G,N), angles (B,T,H,A)."""
-    acc, R, N, A = torch.promote_types(v.dtype, torch.float32), q.shape[2], q.shape[4], angles.shape[3]
-    B, _, H, P = v.shape
-    shapes = ((B, H, A), (B, H, P, N), (B, H, R, N), (B, H, P))
-    return Mamba3MimoState(*(v.new_zeros(shape, dtype=acc) for shape in shapes))
+def zero_state(i: Mamba3MimoInputs) -> Mamba3MimoState:
+    """The state before any token."""
+    (B, _, H, P), R, N, A = i.v.shape, i.q.shape[2], i.q.shape[4], i.angles.shape[3]
+    return Mamba3MimoState(*zeros(i.v, (B, H, A), (B, H, P, N), (B, H, R, N), (B, H, P)))

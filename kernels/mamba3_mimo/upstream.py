@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.mamba3_mimo.naive import Mamba3MimoState
-from kernels.op_support import peer
+from kernels.mamba3_mimo.naive import Mamba3MimoInputs, Mamba3MimoState
+from kernels.op_support import document_borders, peer
 
 INSTALL = "pip install --no-build-isolation mamba-ssm==2.3.2.post1 tilelang==0.1.8"
 
@@ -29,10 +29,8 @@ def halves_from_pairs(N: int, A: int) -> list[int]:
 
 
 def mamba3_mimo_upstream(
-    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
-    mimo_v: Tensor, mimo_z: Tensor, mimo_out: Tensor, angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor,
-    state: Mamba3MimoState | None = None, chunk_size: int = 16,
-) -> tuple[Tensor, Mamba3MimoState]:  # fmt: skip
+    i: Mamba3MimoInputs, state: Mamba3MimoState | None = None, chunk_size: int = 16
+) -> tuple[Tensor, Mamba3MimoState]:
     """Arguments and results of `mamba3_mimo`, on CUDA, in the dtype of v (upstream: bf16); no gradient of the state.
 
     Rows with several documents are passed as one varlen sequence; doc_ids is read on the host. Raises ImportError
@@ -40,33 +38,26 @@ def mamba3_mimo_upstream(
     the angles rotate neither all nor half of the state dims.
     """
     package = load()
-    N, A = q.shape[4], angles.shape[3]
+    N, A, v = i.q.shape[4], i.angles.shape[3], i.v
     if state is not None:
         raise ValueError("mamba3_mimo: impl 'upstream' takes no state")
     if N not in (2 * A, 4 * A):
         raise ValueError(f"mamba3_mimo: impl 'upstream' turns all or half of the {N} state dims, not {2 * A}")
-    order = torch.tensor(halves_from_pairs(N, A), device=q.device)
-    q, k, q_bias, k_bias = (t.index_select(-1, order) for t in (q, k, q_bias.float(), k_bias.float()))
-    B, T = doc_ids.shape
-    starts = torch.ones_like(doc_ids, dtype=torch.bool)
-    starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
-    packed = bool(starts[:, 1:].any())
-    per_token, borders, last_v = (
-        [q, k, v, adt.float(), dt.float(), trap.to(v.dtype), angles.float(), z],
-        None,
-        v[:, -1],
-    )
-    if packed:
-        end = doc_ids.new_tensor([B * T])
-        borders = torch.cat((starts.flatten().nonzero().flatten(), end)).to(torch.int32)
+    order = torch.tensor(halves_from_pairs(N, A), device=v.device)
+    q, k, q_bias, k_bias = (t.index_select(-1, order) for t in (i.q, i.k, i.q_bias.float(), i.k_bias.float()))
+    (B, T), last_v = i.doc_ids.shape, v[:, -1]
+    starts, borders = document_borders(i.doc_ids)
+    per_token = [q, k, v, i.adt.float(), i.dt.float(), i.trap.to(v.dtype), i.angles.float(), i.z]
+    if borders is not None:
         per_token = [t.reshape(1, B * T, *t.shape[2:]) for t in per_token]
     q, k, v, adt, dt, trap, angles, z = per_token
     adt, dt, trap = (t.transpose(1, 2).contiguous() for t in (adt, dt, trap))
     y, theta, h, k_prev, _ = package.mamba3_mimo(
-        q, k, v, adt, dt, trap, q_bias, k_bias, mimo_v.float(), mimo_z.float(), mimo_out.float(), angles, D.float(), z,
+        q, k, v, adt, dt, trap, q_bias, k_bias, *(t.float() for t in (i.mimo_v, i.mimo_z, i.mimo_out)), angles,
+        i.D.float(), z,
         chunk_size=chunk_size, rotary_dim_divisor=N // A, dtype=v.dtype, return_state=True, cu_seqlens=borders,
     )  # fmt: skip
-    if packed:
+    if borders is not None:
         # One state per document; the final state of a row is its last document's.
         last = starts.sum(1).cumsum(0) - 1
         y, (theta, h, k_prev) = y.reshape(B, T, *y.shape[2:]), (t[last] for t in (theta, h, k_prev))

@@ -30,48 +30,42 @@ from kernels._scan import (
     to_tokens,
     trapezoid_weights,
 )
-from kernels.mamba3_siso.naive import Mamba3State, per_head, zero_state
+from kernels.mamba3_siso.naive import Mamba3Inputs, Mamba3State, per_head, zero_state
 
 
 def mamba3_siso_eager(
-    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
-    angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor, state: Mamba3State | None = None,
-    chunk_size: int = 64,
-) -> tuple[Tensor, Mamba3State]:  # fmt: skip
+    i: Mamba3Inputs, state: Mamba3State | None = None, chunk_size: int = 64
+) -> tuple[Tensor, Mamba3State]:
     """The parallel form, by chunks: a masked quadratic product inside one, a state carried between them.
 
-    q and k (B,T,G,N), v and z (B,T,H,P), adt, dt and trap (B,T,H), biases (H,N), angles (B,T,H,R), D (H,),
-    doc_ids (B,T) integer, state or None for zeros
-    -> y (B,T,H,P) in v.dtype, final state in fp32 (fp64 for fp64 v).
+    Returns y (B,T,H,P) in v.dtype, final state in fp32 (fp64 for fp64 v). state None is zeros.
     """
-    state = zero_state(v, q, angles) if state is None else state
-    c = _coefficients(q, k, v, adt, dt, trap, q_bias, k_bias, angles, doc_ids, state.theta)
-    s = _chunked(c, adt, state, chunk_size)
+    state = zero_state(i) if state is None else state
+    c = _coefficients(i, state.theta)
+    s = _chunked(c, i.adt, state, chunk_size)
     states, h = _carry(s)
-    ungated = _scan(s, states, v.shape[1]) + D.to(c.dt.dtype)[:, None] * c.value
-    y = ungated * F.silu(z.to(c.dt.dtype))
-    return y.to(v.dtype), Mamba3State(torch.remainder(c.theta[:, -1], TAU), h, c.key[:, -1], c.value[:, -1])
+    ungated = _scan(s, states, i.v.shape[1]) + i.D.to(c.dt.dtype)[:, None] * c.value
+    y = ungated * F.silu(i.z.to(c.dt.dtype))
+    return y.to(i.v.dtype), Mamba3State(torch.remainder(c.theta[:, -1], TAU), h, c.key[:, -1], c.value[:, -1])
 
 
 def mamba3_siso_backward_eager(
-    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
-    angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor, state: Mamba3State, chunk_size: int,
-    dy: Tensor, dstate: Mamba3State,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, theta, h, k_prev, v_prev).
+    i: Mamba3Inputs, state: Mamba3State, chunk_size: int, dy: Tensor, dstate: Mamba3State
+) -> tuple[Tensor, ...]:
+    """Gradients of the floating-point inputs and of the state, in their order.
 
     dy (B,T,H,P) and dstate are the gradients of the two results. Only the inputs are saved by the forward.
     """
-    T, G = v.shape[1], q.shape[2]
-    c = _coefficients(q, k, v, adt, dt, trap, q_bias, k_bias, angles, doc_ids, state.theta)
-    s = _chunked(c, adt, state, chunk_size)
+    T, G = i.v.shape[1], i.q.shape[2]
+    c = _coefficients(i, state.theta)
+    s = _chunked(c, i.adt, state, chunk_size)
     acc = c.dt.dtype
     _, _, k_prev, v_prev = (t.to(acc) for t in state)
     dtheta_final, dh_final, dk_final, dv_final = (t.to(acc) for t in dstate)
     states, _ = _carry(s)
 
     # y = (scan + D value) silu(z)
-    skip, pre_gate, dy = D.to(acc)[:, None], z.to(acc), dy.to(acc)
+    skip, pre_gate, dy = i.D.to(acc)[:, None], i.z.to(acc), dy.to(acc)
     gate = torch.sigmoid(pre_gate)
     dungated = dy * pre_gate * gate
     dz = dy * (_scan(s, states, T) + skip * c.value) * gate * (1 + pre_gate * (1 - gate))
@@ -94,7 +88,7 @@ def mamba3_siso_backward_eager(
     dtrap = (dgamma - dbeta) * c.dt * c.lam * (1 - c.lam)
 
     # query and key are rotated by theta, a running sum of pi tanh(angle) dt within a document
-    R = angles.shape[3]
+    R = i.angles.shape[3]
     dtheta = rotate_pairs_bwd(c.query, dquery, R) + rotate_pairs_bwd(c.key, dkey, R)
     dtheta[:, -1] += dtheta_final
     dturn = math.pi * segment_sums(dtheta.flip(1), c.segment.flip(1)).flip(1)
@@ -108,8 +102,7 @@ def mamba3_siso_backward_eager(
         dq, dk, dvalue, g.log_decay, ddt, dtrap, dquery.sum((0, 1)), dkey.sum((0, 1)), dangles, dD, dz,
         dtheta_given, g.initial, dk_prev, first * lifted,
     )  # fmt: skip
-    inputs = (q, k, v, adt, dt, trap, q_bias, k_bias, angles, D, z, *state)
-    return tuple(grad.to(i.dtype) for grad, i in zip(grads, inputs))
+    return tuple(grad.to(t.dtype) for grad, t in zip(grads, (*i[:-1], *state)))
 
 
 class _Coefficients(NamedTuple):
@@ -131,20 +124,17 @@ class _Coefficients(NamedTuple):
     value: Tensor  # (B,T,H,P)
 
 
-def _coefficients(
-    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
-    angles: Tensor, doc_ids: Tensor, theta: Tensor,
-) -> _Coefficients:  # fmt: skip
-    acc, H = torch.promote_types(v.dtype, torch.float32), v.shape[2]
-    starts = document_starts(doc_ids)
+def _coefficients(i: Mamba3Inputs, theta: Tensor) -> _Coefficients:
+    acc, H = torch.promote_types(i.v.dtype, torch.float32), i.v.shape[2]
+    starts = document_starts(i.doc_ids)
     segment = starts.cumsum(1)
     starts = starts.unsqueeze(-1)
-    value, dt, tanh = v.to(acc), dt.to(acc), torch.tanh(angles.to(acc))
-    lam, beta, gamma, scale = trapezoid_weights(dt, trap.to(acc), starts)
+    value, dt, tanh = i.v.to(acc), i.dt.to(acc), torch.tanh(i.angles.to(acc))
+    lam, beta, gamma, scale = trapezoid_weights(dt, i.trap.to(acc), starts)
     theta = running_angles(tanh, dt, segment, theta)
     cos, sin = torch.cos(theta), torch.sin(theta)
-    query = rotate_pairs(per_head(q.to(acc), H, dim=2) + q_bias.to(acc), cos, sin)
-    key = rotate_pairs(per_head(k.to(acc), H, dim=2) + k_bias.to(acc), cos, sin)
+    query = rotate_pairs(per_head(i.q.to(acc), H, dim=2) + i.q_bias.to(acc), cos, sin)
+    key = rotate_pairs(per_head(i.k.to(acc), H, dim=2) + i.k_bias.to(acc), cos, sin)
     return _Coefficients(
         starts, segment, dt, lam, beta, gamma, scale, tanh, theta, cos, sin, query, key, value
     )

@@ -24,7 +24,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels._scan import TAU, document_starts, rotate_pairs
+from kernels._scan import TAU, rotate_pairs, token_by_token, zeros
+
+
+class Mamba3Inputs(NamedTuple):
+    """The tensors of one call. A step takes them without the axis T, and no doc_ids."""
+
+    fixed = ("q_bias", "k_bias", "D")  # without an axis of tokens
+
+    q: Tensor  # (B,T,G,N) normalised
+    k: Tensor  # (B,T,G,N) normalised
+    v: Tensor  # (B,T,H,P)
+    adt: Tensor  # (B,T,H) A dt, negative
+    dt: Tensor  # (B,T,H) after softplus
+    trap: Tensor  # (B,T,H) before the sigmoid
+    q_bias: Tensor  # (H,N)
+    k_bias: Tensor  # (H,N)
+    angles: Tensor  # (B,T,H,R) before the tanh
+    D: Tensor  # (H,)
+    z: Tensor  # (B,T,H,P)
+    doc_ids: Tensor | None = None  # (B,T) int32: the state is zeroed where the id changes
 
 
 class Mamba3State(NamedTuple):
@@ -36,22 +55,18 @@ class Mamba3State(NamedTuple):
     v_prev: Tensor  # (B,H,P)
 
 
-def mamba3_siso_step(
-    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
-    angles: Tensor, D: Tensor, z: Tensor, state: Mamba3State,
-) -> tuple[Tensor, Mamba3State]:  # fmt: skip
+def mamba3_siso_step(i: Mamba3Inputs, state: Mamba3State) -> tuple[Tensor, Mamba3State]:
     """Compute one token: the definition, and the decode path.
 
-    q and k (B,G,N), v and z (B,H,P), adt, dt and trap (B,H), biases (H,N), angles (B,H,R), D (H,)
-    -> y (B,H,P) in v.dtype, new state. The caller zeroes the state where a new document begins.
+    Returns y (B,H,P) in v.dtype and the new state. The caller zeroes the state where a new document begins.
     """
-    acc, H = torch.promote_types(v.dtype, torch.float32), v.shape[1]
-    value, adt, dt, trap, angles, D, z = (t.to(acc) for t in (v, adt, dt, trap, angles, D, z))
+    acc, H = torch.promote_types(i.v.dtype, torch.float32), i.v.shape[1]
+    value, adt, dt, trap, angles, D, z = (t.to(acc) for t in (i.v, i.adt, i.dt, i.trap, i.angles, i.D, i.z))
     theta, h, k_prev, v_prev = (t.to(acc) for t in state)
     theta = torch.remainder(theta + math.pi * torch.tanh(angles) * dt.unsqueeze(-1), TAU)
     cos, sin = torch.cos(theta), torch.sin(theta)
-    query = rotate_pairs(per_head(q.to(acc), H, dim=1) + q_bias.to(acc), cos, sin)
-    key = rotate_pairs(per_head(k.to(acc), H, dim=1) + k_bias.to(acc), cos, sin)
+    query = rotate_pairs(per_head(i.q.to(acc), H, dim=1) + i.q_bias.to(acc), cos, sin)
+    key = rotate_pairs(per_head(i.k.to(acc), H, dim=1) + i.k_bias.to(acc), cos, sin)
     alpha, lam = torch.exp(adt), torch.sigmoid(trap)
     h = (
         alpha[..., None, None] * h
@@ -59,23 +74,12 @@ def mamba3_siso_step(
         + (lam * dt)[..., None, None] * value.unsqueeze(-1) * key.unsqueeze(-2)
     )
     y = ((h @ query.unsqueeze(-1)).squeeze(-1) + D.unsqueeze(-1) * value) * F.silu(z)
-    return y.to(v.dtype), Mamba3State(theta, h, key, value)
+    return y.to(i.v.dtype), Mamba3State(theta, h, key, value)
 
 
-def mamba3_siso_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, adt: Tensor, dt: Tensor, trap: Tensor, q_bias: Tensor, k_bias: Tensor,
-    angles: Tensor, D: Tensor, z: Tensor, doc_ids: Tensor, state: Mamba3State | None = None,
-) -> tuple[Tensor, Mamba3State]:  # fmt: skip
+def mamba3_siso_recurrent(i: Mamba3Inputs, state: Mamba3State | None = None) -> tuple[Tensor, Mamba3State]:
     """Apply the step token by token; arguments and results as for `mamba3_siso_eager`."""
-    keep = ~document_starts(doc_ids)
-    state = zero_state(v, q, angles) if state is None else state
-    outputs = []
-    for t in range(v.shape[1]):
-        state = Mamba3State(*(s * keep[:, t].view(-1, *[1] * (s.dim() - 1)) for s in state))
-        now = (s[:, t] for s in (q, k, v, adt, dt, trap))
-        y, state = mamba3_siso_step(*now, q_bias, k_bias, angles[:, t], D, z[:, t], state)
-        outputs.append(y)
-    return torch.stack(outputs, 1), state
+    return token_by_token(mamba3_siso_step, i, zero_state(i) if state is None else state)
 
 
 def per_head(x: Tensor, H: int, dim: int) -> Tensor:
@@ -83,9 +87,7 @@ def per_head(x: Tensor, H: int, dim: int) -> Tensor:
     return x.repeat_interleave(H // x.shape[dim], dim)
 
 
-def zero_state(v: Tensor, q: Tensor, angles: Tensor) -> Mamba3State:
-    """The state before any token, for v (B,T,H,P), q (B,T,G,N), angles (B,T,H,R)."""
-    acc, N, R = torch.promote_types(v.dtype, torch.float32), q.shape[3], angles.shape[3]
-    B, _, H, P = v.shape
-    shapes = ((B, H, R), (B, H, P, N), (B, H, N), (B, H, P))
-    return Mamba3State(*(v.new_zeros(shape, dtype=acc) for shape in shapes))
+def zero_state(i: Mamba3Inputs) -> Mamba3State:
+    """The state before any token."""
+    (B, _, H, P), N, R = i.v.shape, i.q.shape[3], i.angles.shape[3]
+    return Mamba3State(*zeros(i.v, (B, H, R), (B, H, P, N), (B, H, N), (B, H, P)))

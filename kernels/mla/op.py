@@ -85,19 +85,9 @@ def _check(op, q_nope, q_rope, c_kv, k_rope, W_uk, W_uv, doc_ids, softcap):
 
 
 def mla(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    c_kv: Tensor,
-    k_rope: Tensor,
-    W_uk: Tensor,
-    W_uv: Tensor,
-    doc_ids: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    causal: bool = True,
-    impl: str = "op",
-) -> Tensor:
+    q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, W_uk: Tensor, W_uv: Tensor, doc_ids: Tensor,
+    *, scale: float | None = None, softcap: float = 0.0, causal: bool = True, impl: str = "op",
+) -> Tensor:  # fmt: skip
     """The attention core of multi-head latent attention, in its train form: k = [W_uk c, k_rope], v = W_uv c.
 
     q_nope (B,T,H,P), q_rope (B,T,H,R) and k_rope (B,T,R), both rotated by the caller, c_kv (B,T,C) normalised by the
@@ -127,18 +117,9 @@ def mla(
 
 
 def mla_absorbed(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    c_kv: Tensor,
-    k_rope: Tensor,
-    W_uk: Tensor,
-    W_uv: Tensor,
-    doc_ids: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    causal: bool = True,
-) -> Tensor:
+    q_nope: Tensor, q_rope: Tensor, c_kv: Tensor, k_rope: Tensor, W_uk: Tensor, W_uv: Tensor, doc_ids: Tensor,
+    *, scale: float | None = None, softcap: float = 0.0, causal: bool = True,
+) -> Tensor:  # fmt: skip
     """Absorbed form of `mla`: W_uk is applied to the queries and W_uv to the output, without per-head keys or values.
 
     Arguments as `mla`, but q_nope (B,S,H,P) and q_rope (B,S,H,R) may be of the last S <= T tokens only: a decoding

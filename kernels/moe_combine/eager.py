@@ -34,13 +34,9 @@ def _tokens(expert: Tensor) -> Tensor:
 
 
 def moe_combine_eager(
-    y: Tensor,
-    expert: Tensor,
-    slot: Tensor,
-    weights: Tensor,
-    bucket: int,
+    y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """y (E, B*C, D), expert and slot (B,T,K) int64, weights (B,T,K) fp32 -> (B,T,D) in out_dtype.
 
     out_dtype None is y.dtype.

@@ -72,14 +72,9 @@ def _check(y, expert, slot, weights, bucket, out_dtype, impl):
 
 
 def moe_combine(
-    y: Tensor,
-    expert: Tensor,
-    slot: Tensor,
-    weights: Tensor,
-    bucket: int,
-    out_dtype: torch.dtype | None = None,
-    impl: str = "op",
-) -> Tensor:
+    y: Tensor, expert: Tensor, slot: Tensor, weights: Tensor, bucket: int,
+    out_dtype: torch.dtype | None = None, impl: str = "op",
+) -> Tensor:  # fmt: skip
     """out[b,t] = sum_k weights[b,t,k] y[expert, b*bucket + slot]; a dropped one (slot -1) adds nothing.
 
     y (E, B*bucket, D) float, expert and slot (B,T,K) int64 as returned by moe_dispatch, weights (B,T,K) fp32

@@ -21,13 +21,9 @@ def _group_mean(u: Tensor, S: int) -> Tensor:
 
 
 def rms_norm_gated_eager(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float = 1e-5,
-    group_size: int | None = None,
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, group_size: int | None = None,
     norm_before_gate: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """x and gate (..., D), weight (D,) -> (..., D) in x.dtype; fp32 (fp64 for fp64 x) inside."""
     acc = torch.promote_types(x.dtype, torch.float32)
     S = x.shape[-1] if group_size is None else group_size

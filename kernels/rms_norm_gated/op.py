@@ -71,14 +71,9 @@ def _check(x, gate, weight, eps, group_size, impl) -> int:
 
 
 def rms_norm_gated(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float = 1e-5,
-    group_size: int | None = None,
-    norm_before_gate: bool = False,
-    impl: str = "op",
-) -> Tensor:
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-5, group_size: int | None = None,
+    norm_before_gate: bool = False, impl: str = "op",
+) -> Tensor:  # fmt: skip
     """RMS(x silu(gate)) weight, or with norm_before_gate RMS(x) weight silu(gate).
 
     x and gate (..., D), weight (D,): any float dtypes. group_size: channels that share one RMS, a divisor

@@ -20,37 +20,33 @@ from kernels._scan import (
     to_chunks,
     to_tokens,
 )
-from kernels.ssd_chunk_scan.naive import first_state
+from kernels.ssd_chunk_scan.naive import SsdInputs, first_state
 
 
 def ssd_chunk_scan_eager(
-    x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
-    initial_state: Tensor | None = None, chunk_size: int = 64,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    i: SsdInputs, initial_state: Tensor | None = None, chunk_size: int = 64
+) -> tuple[Tensor, Tensor]:
     """The chunked form: a masked quadratic product inside a chunk, one state carried between chunks.
 
-    x (B,T,H,P), dt (B,T,H) after softplus, A (H,) negative, Bmat and Cmat (B,T,G,N), D (H,),
-    doc_ids (B,T) integer, initial_state (B,H,P,N) or None for zeros
-    -> y (B,T,H,P) in x.dtype, final state (B,H,P,N) in fp32 (fp64 for fp64 x).
+    initial_state (B,H,P,N), None for zeros.
+    Returns y (B,T,H,P) in x.dtype, final state (B,H,P,N) in fp32 (fp64 for fp64 x).
     """
-    T = x.shape[1]
-    s = _prepare(x, dt, A, Bmat, Cmat, doc_ids, chunk_size)
-    states, final = _carry(s, first_state(x, Bmat, initial_state))
+    s = _prepare(i, chunk_size)
+    states, final = _carry(s, first_state(i, initial_state))
     y = (s.scores * s.decay) @ s.scaled + s.state_decay.unsqueeze(-1) * (s.query @ states.mT)
-    y = y + D.to(y.dtype)[:, None, None, None] * s.value
-    return to_tokens(y, T).to(x.dtype), final
+    y = y + i.D.to(y.dtype)[:, None, None, None] * s.value
+    return to_tokens(y, i.x.shape[1]).to(i.x.dtype), final
 
 
 def ssd_chunk_scan_backward_eager(
-    x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
-    initial_state: Tensor, chunk_size: int, dy: Tensor, dfinal: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    i: SsdInputs, initial_state: Tensor, chunk_size: int, dy: Tensor, dfinal: Tensor
+) -> tuple[Tensor, ...]:
     """Gradients of (x, dt, A, Bmat, Cmat, D, initial_state) from the gradients of y (B,T,H,P) and the final state.
 
     Only the inputs are saved by the forward: decays, scores and chunk states are recomputed.
     """
-    T, G = x.shape[1], Bmat.shape[2]
-    s = _prepare(x, dt, A, Bmat, Cmat, doc_ids, chunk_size)
+    T, G = i.x.shape[1], i.Bmat.shape[2]
+    s = _prepare(i, chunk_size)
     acc = s.value.dtype
     initial = initial_state.to(acc)
     states, _ = _carry(s, initial)
@@ -76,16 +72,15 @@ def ssd_chunk_scan_backward_eager(
     dlog_decay[..., -1, :] += (end_decay * s.scaled * dwritten).sum(-1)
 
     dlog = to_tokens(chunk_decays_bwd(dlog_decay, dlog_state_decay), T)
-    dt_full = dt.to(acc)
-    dscaled, value = to_tokens(dscaled, T), x.to(acc)
-    dx = dt_full.unsqueeze(-1) * dscaled + D.to(acc)[:, None] * to_tokens(dy, T)
-    ddt = dlog * A.to(acc) + (dscaled * value).sum(-1)
+    dt_full = i.dt.to(acc)
+    dscaled, value = to_tokens(dscaled, T), i.x.to(acc)
+    dx = dt_full.unsqueeze(-1) * dscaled + i.D.to(acc)[:, None] * to_tokens(dy, T)
+    ddt = dlog * i.A.to(acc) + (dscaled * value).sum(-1)
     dA = (dlog * dt_full).sum((0, 1))
     dD = (to_tokens(dy, T) * value).sum(3).sum((0, 1))
     dB, dC = (to_tokens(d, T).unflatten(2, (G, -1)).sum(3) for d in (dkey, dquery))
     grads = (dx, ddt, dA, dB, dC, dD, dstate)
-    inputs = (x, dt, A, Bmat, Cmat, D, initial_state)
-    return tuple(g.to(i.dtype) for g, i in zip(grads, inputs))
+    return tuple(g.to(t.dtype) for g, t in zip(grads, (*i[:-1], initial_state)))
 
 
 class _Chunked(NamedTuple):
@@ -101,16 +96,14 @@ class _Chunked(NamedTuple):
     scores: Tensor  # (B,H,C,L,L) query_t . key_s
 
 
-def _prepare(
-    x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, doc_ids: Tensor, chunk_size: int
-) -> _Chunked:
-    acc = torch.promote_types(x.dtype, torch.float32)
-    H, L = x.shape[2], min(chunk_size, x.shape[1])
-    dt = dt.to(acc)
-    starts = document_starts(doc_ids).unsqueeze(-1)
-    decay, state_decay = chunk_decays((A.to(acc) * dt).masked_fill(starts, float("-inf")), L)
-    value = to_chunks(x.to(acc), L)
-    key, query = (to_chunks(m.to(acc).repeat_interleave(H // m.shape[2], 2), L) for m in (Bmat, Cmat))
+def _prepare(i: SsdInputs, chunk_size: int) -> _Chunked:
+    acc = torch.promote_types(i.x.dtype, torch.float32)
+    H, L = i.x.shape[2], min(chunk_size, i.x.shape[1])
+    dt = i.dt.to(acc)
+    starts = document_starts(i.doc_ids).unsqueeze(-1)
+    decay, state_decay = chunk_decays((i.A.to(acc) * dt).masked_fill(starts, float("-inf")), L)
+    value = to_chunks(i.x.to(acc), L)
+    key, query = (to_chunks(m.to(acc).repeat_interleave(H // m.shape[2], 2), L) for m in (i.Bmat, i.Cmat))
     return _Chunked(
         L, value, to_chunks(dt, L).unsqueeze(-1) * value, key, query, decay, state_decay, query @ key.mT
     )

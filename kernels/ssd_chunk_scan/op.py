@@ -16,7 +16,7 @@ from kernels.op_support import (
     resolve_impl,
 )
 from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_backward_eager, ssd_chunk_scan_eager
-from kernels.ssd_chunk_scan.naive import ssd_chunk_scan_recurrent
+from kernels.ssd_chunk_scan.naive import SsdInputs, first_state, ssd_chunk_scan_recurrent
 from kernels.ssd_chunk_scan.upstream import ssd_chunk_scan_upstream
 
 
@@ -25,7 +25,7 @@ def ssd_chunk_scan_fwd(
     x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
     initial_state: Tensor, chunk_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return ssd_chunk_scan_eager(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
+    return ssd_chunk_scan_eager(SsdInputs(x, dt, A, Bmat, Cmat, D, doc_ids), initial_state, chunk_size)
 
 
 @ssd_chunk_scan_fwd.register_fake
@@ -39,8 +39,8 @@ def ssd_chunk_scan_bwd(
     x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
     initial_state: Tensor, chunk_size: int, dy: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    inputs = (x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)
-    return ssd_chunk_scan_backward_eager(*inputs, chunk_size, dy, dfinal)
+    i = SsdInputs(x, dt, A, Bmat, Cmat, D, doc_ids)
+    return ssd_chunk_scan_backward_eager(i, initial_state, chunk_size, dy, dfinal)
 
 
 @ssd_chunk_scan_bwd.register_fake
@@ -61,10 +61,10 @@ def _backward(ctx, dy, dfinal):
 ssd_chunk_scan_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl):
+def _check(i, initial_state, chunk_size, impl):
     check_impl("ssd_chunk_scan", impl, WITH_PEER)
     spec = "x:BTHP Bmat:BTGN Cmat:BTGN dt:BTH A:H D:H doc_ids:BT initial_state:BHPN"
-    tensors = (x, Bmat, Cmat, dt, A, D, doc_ids, initial_state)
+    tensors = (i.x, i.Bmat, i.Cmat, i.dt, i.A, i.D, i.doc_ids, initial_state)
     named, sizes = bind_shapes("ssd_chunk_scan", spec, *tensors)
     T, H, G = (sizes[axis] for axis in "THG")
     if T < 1 or H % G:
@@ -73,30 +73,25 @@ def _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl):
 
 
 def ssd_chunk_scan(
-    x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
-    initial_state: Tensor | None = None, chunk_size: int = 64, impl: str = "op",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The Mamba-2 scan h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T, y_t = h_t C_t + D x_t.
+    i: SsdInputs, initial_state: Tensor | None = None, chunk_size: int = 64, impl: str = "op"
+) -> tuple[Tensor, Tensor]:
+    """The Mamba-2 scan h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T, y_t = h_t C_t + D x_t; the shapes: naive.py.
 
-    x (B,T,H,P), Bmat and Cmat (B,T,G,N) in one float dtype. In any float dtype: dt (B,T,H) after softplus;
-    A (H,) negative; D (H,); initial_state (B,H,P,N), or None for zeros. doc_ids (B,T) int32: h is zeroed
-    where the id changes from one token to the next. `chunk_size` (tokens) changes speed and rounding, not the
-    function. impl "op" is opaque to the compiler, "eager" is traced,
+    x, Bmat and Cmat in one float dtype, the others in any. initial_state (B,H,P,N), None is zeros. `chunk_size`
+    (tokens) changes speed and rounding, not the function. impl "op" is opaque to the compiler, "eager" is traced,
     "upstream" is the upstream implementation.
     -> y (B,T,H,P) in x.dtype, final state (B,H,P,N) in fp32 (fp64 for fp64 x).
     Raises ValueError on a wrong shape, dtype, chunk size or impl, ImportError if a package is missing.
     Source: Dao & Gu 2024 (arXiv 2405.21060).
     """
-    _check(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size, impl)
-    impl = resolve_impl(impl, x)
+    _check(i, initial_state, chunk_size, impl)
+    impl = resolve_impl(impl, i.x)
     if impl == "naive":
-        return ssd_chunk_scan_recurrent(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)
+        return ssd_chunk_scan_recurrent(i, initial_state)
     if impl == "eager":
-        with autocast_disabled(x):
-            return ssd_chunk_scan_eager(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
+        with autocast_disabled(i.x):
+            return ssd_chunk_scan_eager(i, initial_state, chunk_size)
     if impl == "upstream":
-        return ssd_chunk_scan_upstream(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state)
-    if initial_state is None:
-        acc = torch.promote_types(x.dtype, torch.float32)
-        initial_state = x.new_zeros((x.shape[0], x.shape[2], x.shape[3], Bmat.shape[3]), dtype=acc)
-    return ssd_chunk_scan_fwd(x, dt, A, Bmat, Cmat, D, doc_ids, initial_state, chunk_size)
+        return ssd_chunk_scan_upstream(i, initial_state)
+    state = first_state(i, None) if initial_state is None else initial_state
+    return ssd_chunk_scan_fwd(*i, state, chunk_size)

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.op_support import peer
+from kernels.ssd_chunk_scan.naive import SsdInputs
 
 INSTALL = "pip install --no-build-isolation mamba-ssm==2.3.2.post1"
 
@@ -15,27 +16,17 @@ def load() -> Any:
 
 
 def ssd_chunk_scan_upstream(
-    x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor, doc_ids: Tensor,
-    initial_state: Tensor | None = None, chunk_size: int = 128,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    i: SsdInputs, initial_state: Tensor | None = None, chunk_size: int = 128
+) -> tuple[Tensor, Tensor]:
     """Arguments and results of `ssd_chunk_scan`, on CUDA; 128 tokens per chunk is fastest on an H200.
 
     Raises ImportError if mamba-ssm is not installed.
     """
     package = load()
     # mamba-ssm compares ids only at the ends of chunks, and assumes that the first document has id 0.
-    starts = (doc_ids[:, 1:] != doc_ids[:, :-1]).cumsum(1)
-    segments = doc_ids.new_zeros(doc_ids.shape)
-    segments[:, 1:] = starts
+    segments = i.doc_ids.new_zeros(i.doc_ids.shape)
+    segments[:, 1:] = (i.doc_ids[:, 1:] != i.doc_ids[:, :-1]).cumsum(1)
     return package.mamba_chunk_scan_combined(
-        x,
-        dt,
-        A,
-        Bmat,
-        Cmat,
-        chunk_size,
-        D=D,
-        initial_states=initial_state,
-        seq_idx=segments,
-        return_final_states=True,
-    )
+        i.x, i.dt, i.A, i.Bmat, i.Cmat, chunk_size,
+        D=i.D, initial_states=initial_state, seq_idx=segments, return_final_states=True,
+    )  # fmt: skip

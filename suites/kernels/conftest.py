@@ -1,4 +1,4 @@
-"""Fixtures of the ops' suites: assertion rewriting for shared checks, one thread, poisoned memory, and speed rows."""
+"""Fixtures of the ops' suites: assertion rewriting for shared checks, one thread, and poisoned memory."""
 
 from __future__ import annotations
 
@@ -28,18 +28,10 @@ def uninitialized_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None
     """
     import torch
 
-    if "speed" in request.fixturenames:
+    if "exclusive_machine" in request.fixturenames:
         yield
         return
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills only while this is enabled
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def speed(row, exclusive_machine):
-    """Time an op on the GPU, alone on the machine; see suites.kernels.speed.SpeedRows."""
-    from suites.kernels.speed import SpeedRows
-
-    return SpeedRows(row)

@@ -1,25 +1,21 @@
-"""Recorded autotuning results of mamba-ssm, which tunes over hundreds of configurations sequentially, two to four
-minutes per shape. The winners belong in peer_tuning.json and a run uses only them, so that the peer is as fast as it
-can be and the lane does not wait. A kernel without a record there is tuned in full.
+"""Recorded autotuning results of mamba-ssm, which tunes over hundreds of configurations, two to four minutes per shape.
 
-`python -m suites.kernels.peer_tuning` tunes at the timed shapes and rewrites the file. It skips the
-configurations that spill most (see `promising`), and first compiles the rest in parallel processes, into Triton's
-cache.
+The winners belong in peer_tuning.json and a run uses only them, so that the peer is as fast as it can be and the lane
+does not wait. A kernel without a record there is tuned in full. `python -m suites.kernels.peer_tuning` tunes at the
+timed shapes and rewrites the file.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bumpgate.core.rows import write_atomic
 from suites.ops import specs, timed_cases
 from suites.support.absent import absent
 
@@ -98,63 +94,18 @@ def op_of(case: str) -> str:
     return case.partition("-")[0]
 
 
-def call_peers(B: int) -> None:
-    """Run forward and backward of each tuned peer at each timed shape."""
+def tune() -> dict[str, list[dict[str, Any]]]:
+    """Return the winners by kernel, after forward and backward of each tuned peer at each timed shape."""
+    import torch
+
     from suites.support.gpu_timing import forward_and_backward
 
+    torch.manual_seed(0)
+    load_peers()
     for name, timed in timed_cases().items():
         if specs()[op_of(name)].tuned_peer:
-            case = timed.make(B)
-            _, both = forward_and_backward(case.peer, case.inputs)
-            both()
-
-
-def promising(configs: list[Any]) -> list[Any]:
-    """Drop those that spill most: if configurations bound registers, keep the highest bound and 4 warps or more.
-
-    A kernel that must spill and sets no bound gets 32 registers from ptxas, and 2 warps hold half the tile of 4: the
-    codegen tier reads 25,360 bytes spilled per thread in mamba3_siso_fwd without a bound and 5,004 with one of 255.
-    """
-    bounded = [config for config in configs if config.maxnreg]
-    highest = max((config.maxnreg for config in bounded), default=None)
-    return [config for config in bounded if config.maxnreg == highest and config.num_warps >= 4] or configs
-
-
-def footprint(config: Any) -> float:
-    """Return a size that grows with the shared memory of a configuration."""
-    return config.num_stages * prod(v for v in config.kwargs.values() if isinstance(v, int))
-
-
-def run_once(call: Callable[[], object], quantiles: tuple[float, ...]) -> list[float]:
-    """Replace the benchmark if a configuration is only to be compiled; all report equal times."""
-    call()
-    return [1.0] * len(quantiles)
-
-
-def compile_share(number: int, shares: int) -> None:
-    """Compile every `shares`-th configuration of each kernel, from `number` on, into Triton's cache.
-
-    And the smallest one in every share: if none of a share fits into shared memory the tuner raises.
-    """
-    load_peers()
-    for _, tuner in autotuners():
-        kept = promising(tuner.configs)
-        tuner.configs, tuner._do_bench = [*kept[number::shares], min(kept, key=footprint)], run_once
-    call_peers(B=2)  # a size of 1 is specialized, and would compile other programs
-
-
-def tune() -> dict[str, list[dict[str, Any]]]:
-    """Return the winners by kernel, of the promising configurations at the timed shapes; each is timed for 30 ms."""
-    from triton.testing import do_bench
-
-    shares = os.cpu_count() or 1
-    command = [sys.executable, "-m", "suites.kernels.peer_tuning"]
-    for child in [subprocess.Popen([*command, str(i), str(shares)]) for i in range(shares)]:
-        child.wait()
-    load_peers()
-    for _, tuner in autotuners():
-        tuner.configs, tuner._do_bench = promising(tuner.configs), partial(do_bench, warmup=5, rep=30)
-    call_peers(B=4)
+            case = timed.make(4)
+            forward_and_backward(case.peer, case.inputs)[1]()
     winners: dict[str, list[dict[str, Any]]] = {}
     for name, tuner in autotuners():
         found = [described(config) for config in tuner.cache.values()]
@@ -163,21 +114,16 @@ def tune() -> dict[str, list[dict[str, Any]]]:
     return winners
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Exit with 2 on a machine without an H200."""
-    if arguments:
-        compile_share(*map(int, arguments))
-        return
     from bumpgate.plugin.devices import detect
     from suites.support.lanes import LANES
 
     if missing := detect(LANES["h200"]):
         print(missing, file=sys.stderr)
         sys.exit(2)
-    temporary = WINNERS.with_suffix(".tmp")
-    temporary.write_text(json.dumps(tune(), indent=1, sort_keys=True) + "\n")
-    temporary.replace(WINNERS)
+    write_atomic(WINNERS, json.dumps(tune(), indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

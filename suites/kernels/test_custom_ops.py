@@ -50,36 +50,19 @@ def test_every_op_is_opaque_in_forward_and_backward(lane: Lane, row, canaries) -
     faults = [line for name, op in sorted(found.items()) for line in lacks(name, op, found)]
     absent = [op for op in OPS if not any(name.startswith(op) for name in found)]
     row.count(
-        "kernels/custom_ops-cpu/ops_not_opaque",
-        [*faults, *(f"{op}: registers no op" for op in absent)],
-        expected=0,
-        rule="C15",
-        seen=found,
-    )
+        "kernels/custom_ops-cpu/ops_not_opaque", [*faults, *(f"{op}: registers no op" for op in absent)],
+        expected=0, rule="C15", seen=found,
+    )  # fmt: skip
 
 
-def scratch_op(
-    real: Callable[[Tensor], Tensor], fake: Callable[[Tensor], Tensor], backward: Callable[..., Tensor] | None
-) -> Callable[..., Tensor]:
-    """Define a temporary custom op under a unique name."""
+def scratch_op(body: Callable[[Tensor], Tensor], differentiable: bool = True) -> Callable[..., Tensor]:
+    """Define a temporary custom op under a unique name, whose result is like its input."""
     name = f"bumpgate_planted::op{next(NUMBER)}"
-    op = torch.library.custom_op(name, real, mutates_args=(), schema="(Tensor x) -> Tensor")
-    op.register_fake(fake)
-    if backward:
-        op.register_autograd(backward)
+    op = torch.library.custom_op(name, body, mutates_args=(), schema="(Tensor x) -> Tensor")
+    op.register_fake(torch.empty_like)
+    if differentiable:
+        op.register_autograd(lambda ctx, g: 2 * g)
     return op
-
-
-def doubled(x: Tensor) -> Tensor:
-    return (2 * x).contiguous()
-
-
-def same(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-def gradient(ctx: object, g: Tensor) -> Tensor:
-    return 2 * g
 
 
 # Faults in an op of ours: attributes of kernels/rms_norm_gated/op.py, of op_support or of its forward op, and their
@@ -133,25 +116,25 @@ def test_fp64_runs_eager_on_cuda_and_other_dtypes_the_kernel(
     def doubled(x: Tensor) -> Tensor:
         return 2 * x
 
+    kernel = SimpleNamespace(doubled_kernel=lambda x: "kernel")
     monkeypatch.setattr(torch.library, "custom_op", custom_op)
-    monkeypatch.setitem(
-        sys.modules, "kernels.doubling.kernel", SimpleNamespace(doubled_kernel=lambda x: "kernel")
-    )
-    opaque, kernel = op_support.opaque_op, "kernels.doubling.kernel:doubled_kernel"
-    opaque(kernel, eager_fp64=True)(doubled)
-    assert launches["cuda"](torch.ones(2, dtype=torch.float64)).tolist() == [2, 2]
+    monkeypatch.setitem(sys.modules, "kernels.doubling.kernel", kernel)
+    wide, name = torch.ones(2, dtype=torch.float64), "kernels.doubling.kernel:doubled_kernel"
+    op_support.opaque_op(name, eager_fp64=True)(doubled)
+    assert launches["cuda"](wide).tolist() == [2, 2]
     assert launches["cuda"](torch.ones(2)) == "kernel"
-    opaque(kernel)(doubled)
-    assert launches["cuda"](torch.ones(2, dtype=torch.float64)) == "kernel"
+    op_support.opaque_op(name)(doubled)
+    assert launches["cuda"](wide) == "kernel"
     launches.clear()
-    opaque()(doubled)
+    op_support.opaque_op()(doubled)
     assert launches == {}
 
 
 @lanes("cpu")
 def test_op_without_backward_is_refused(lane: Lane) -> None:
+    op = scratch_op(lambda x: 2 * x, differentiable=False)
     with pytest.raises((AssertionError, RuntimeError, OpCheckError)):
-        check_op(scratch_op(doubled, same, None)._opoverload, (torch.randn(3, 5),), differentiable=True)
+        check_op(op._opoverload, (torch.randn(3, 5),), differentiable=True)
 
 
 def reads_a_pointer(x: Tensor) -> Tensor:
@@ -163,16 +146,18 @@ def reads_a_pointer(x: Tensor) -> Tensor:
 def test_allow_in_graph_cannot_replace_a_custom_op(lane: Lane, canaries) -> None:
     """A fake tensor has no data pointer; the body of a custom op is never run on one."""
     canaries("graphs")
-    allowed = torch.compiler.allow_in_graph(reads_a_pointer)
-    with DynamoWatch() as watch, pytest.raises(RuntimeError, match=r"data_ptr|pointer|storage"):
-        torch.compile(lambda x: allowed(x) + 1, backend=watch.backend("eager"), fullgraph=True)(
-            torch.randn(3)
-        )
-    op = scratch_op(lambda x: reads_a_pointer(x).clone(), same, gradient)
-    with DynamoWatch() as watch:
-        compiled = torch.compile(lambda x: op(x) + 1, backend=watch.backend("eager"), fullgraph=True)
-        compiled(torch.randn(3))
-    assert watch.report.unique_graphs == 1
+
+    def graphs(function: Callable[[Tensor], Tensor]) -> int:
+        with DynamoWatch() as watch:
+            compiled = torch.compile(
+                lambda x: function(x) + 1, backend=watch.backend("eager"), fullgraph=True
+            )
+            compiled(torch.randn(3))
+        return watch.report.unique_graphs
+
+    with pytest.raises(RuntimeError, match=r"data_ptr|pointer|storage"):
+        graphs(torch.compiler.allow_in_graph(reads_a_pointer))
+    assert graphs(scratch_op(lambda x: reads_a_pointer(x).clone())) == 1
 
 
 def programs() -> dict[str, tuple[OpSpec, Named, Callable[..., Any]]]:

@@ -11,13 +11,14 @@ from safetensors.torch import save_file
 
 from fixtures import make
 from suites.kernels.golden import FIXTURES, RELATIVE, differences, results, stored
-from suites.ops import op_names
+from suites.ops import op_names, specs
 from suites.support.lanes import Lane, lanes
 
 # Relative to an array's largest entry. The inputs are exact in fp32, and the sums have some tens of terms: correct
 # results read at most 13 units of roundoff on a CPU (the angle's gradient of mamba3_siso), and a GPU adds in another
 # order.
 FP32_RELATIVE = 32 * 2**-24
+OP = next(op for op, spec in specs().items() if "y" in spec.golden.outputs)
 
 
 @lanes("cpu", "h200")
@@ -35,13 +36,9 @@ def test_every_op_equals_its_golden_arrays_in_fp64(lane: Lane, row):
         agreeing += not lines
         faults += [f"{op}: {line}" for line in lines]
     row.count(
-        f"kernels/golden-{lane.name}/ops",
-        agreeing,
-        expected=len(op_names()),
-        rule="C36",
-        seen=compared,
+        f"kernels/golden-{lane.name}/ops", agreeing, expected=len(op_names()), rule="C36", seen=compared,
         evidence=faults,
-    )
+    )  # fmt: skip
 
 
 @lanes("cpu", "h200")
@@ -77,8 +74,8 @@ def test_writer_names_differences_and_writes_only_on_request(lane: Lane, tmp_pat
         target.parent.mkdir(exist_ok=True)
         target.write_bytes(source.read_bytes())
     assert make.main(["--check"], tmp_path) == 0
-    file = tmp_path / "rms_norm_gated.safetensors"
-    arrays = stored("rms_norm_gated")
+    file = tmp_path / f"{OP}.safetensors"
+    arrays = stored(OP)
     arrays["output.y"].view(-1)[3] += 1e-9
     save_file(arrays, file)
     perturbed = file.read_bytes()
@@ -86,7 +83,7 @@ def test_writer_names_differences_and_writes_only_on_request(lane: Lane, tmp_pat
     capsys.readouterr()
     assert make.main(["--check"], tmp_path) == 1
     output = capsys.readouterr().out
-    assert "rms_norm_gated: output.y: off by" in output
+    assert f"{OP}: output.y: off by" in output
     assert "no_op.safetensors: of no op" in output
     assert file.read_bytes() == perturbed
     (tmp_path / "no_op.safetensors").unlink()

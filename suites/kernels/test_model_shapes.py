@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from suites.kernels.first_call import keep
-from suites.kernels.model_shapes import compared
+from suites.kernels.model_shapes import WAYS, compared, keep, report_speed
 from suites.kernels.peer_tuning import peer_packages, tuned_case
-from suites.kernels.speed import WAYS
 from suites.ops import timed_cases
 from suites.support.absent import not_run
 from suites.support.child import run_json
@@ -70,15 +68,15 @@ def test_first_call(lane: Lane, name: str, row, tmp_path: Path) -> None:
 
 
 def first_call(name: str, cache: Path) -> dict[str, Any]:
-    """Return the CPU seconds, the kernels and the host of suites.kernels.first_call on this cache."""
+    """Return the CPU seconds, the kernels and the host of suites.kernels.model_shapes on this cache."""
     return run_json(
-        "suites.kernels.first_call", name, environment={"TRITON_CACHE_DIR": str(cache)}, timeout=SECONDS
+        "suites.kernels.model_shapes", name, environment={"TRITON_CACHE_DIR": str(cache)}, timeout=SECONDS
     )
 
 
 @lanes("h200")
 @pytest.mark.parametrize("name", timed_cases())
-def test_speed(lane: Lane, name: str, speed, row) -> None:
+def test_speed(lane: Lane, name: str, row, exclusive_machine) -> None:
     """Without the peer's package, only the rows of the ratio to it are not run."""
     not_run(row, lane, [f"kernels/{name}/{way}_over_peer" for way in WAYS], peer_packages(name))
-    speed(name, tuned_case(name, B=4))
+    report_speed(row, name, tuned_case(name, B=4))

@@ -16,32 +16,29 @@ from torch import Tensor
 
 from bumpgate.plugin.instruments import reset_dynamo
 from kernels.attention import attention, upstream
+from kernels.mamba3_mimo import Mamba3MimoInputs
+from kernels.mamba3_mimo import upstream as mimo_upstream
 from suites.kernels.peer_tuning import keep_winners
+from suites.ops import mamba3_mimo as mimo
 from suites.ops import specs
 from suites.ops.attention import make_inputs, peer_inputs
-from suites.ops.spec import BF16
+from suites.ops.spec import BF16, on_circle
 from suites.support.absent import not_run
 from suites.support.comparison import doubled, error_ratio, gradients
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
 from suites.support.reduce import largest
 
-# Comparison -> function, inputs, package, and whether the peer is tuned.
-PEERS: dict[str, tuple[Callable[..., Tensor], Callable[[str], tuple[Tensor, ...]], str, bool]] = {
-    name: (*peer, spec.packages[0], spec.tuned_peer)
-    for spec in specs().values()
-    for name, peer in spec.peers.items()
-}
+# Comparison -> the op, its function and inputs.
+PEERS = {name: (spec, *peer) for spec in specs().values() for name, peer in spec.peers.items()}
 
 
 @lanes("cpu")
 @pytest.mark.parametrize("name", PEERS)
 def test_absent_peer_names_its_install_command(lane: Lane, name: str, monkeypatch: pytest.MonkeyPatch):
-    function, inputs, package, _ = PEERS[name]
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(
-        ImportError, match=f"^{name.split('-')[0]}: impl 'upstream' needs .*: pip install "
-    ) as caught:
+    op, function, inputs = PEERS[name]
+    monkeypatch.setitem(sys.modules, op.packages[0], None)
+    with pytest.raises(ImportError, match=f"^{op.name}: impl 'upstream' needs .*: pip install ") as caught:
         function(*inputs(lane.device), impl="upstream")
     assert "\n" not in str(caught.value)
 
@@ -54,10 +51,10 @@ def test_peer_computes_the_same_function(lane: Lane, name: str, request, row):
     A peer's bound is loose, because it rounds more between its kernels than the formula does (mamba-ssm's own test
     allows 20 % for the gradient of its angles): it only detects a different function.
     """
-    function, inputs, package, tuned = PEERS[name]
-    if reason := not_run(row, lane, [request.node.nodeid], [package]):
+    op, function, inputs = PEERS[name]
+    if reason := not_run(row, lane, [request.node.nodeid], op.packages):
         pytest.skip(f"not run: {reason}")
-    if tuned:
+    if op.tuned_peer:
         keep_winners()
     given = inputs(lane.device)
     exact = gradients(partial(function, impl="eager"), *doubled(given))
@@ -169,19 +166,12 @@ def fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeFA4]:
     fake, cute = FakeFA4(), ModuleType("cutlass.cute")
     cute.jit = lambda function: function
     cute.math = SimpleNamespace(tanh=lambda x, fastmath: torch.tanh(x))
-    modules = {
-        "flash_attn": ModuleType("flash_attn"),
-        "flash_attn.cute": fake.package,
-        "flash_attn.cute.utils": fake.utils,
-        "cutlass": ModuleType("cutlass"),
-        "cutlass.cute": cute,
-    }
-    for name, module in modules.items():
+    modules = {"flash_attn.cute": fake.package, "flash_attn.cute.utils": fake.utils, "cutlass.cute": cute}
+    for name, module in (modules | {name: ModuleType(name) for name in ("flash_attn", "cutlass")}).items():
         monkeypatch.setitem(sys.modules, name, module)
+    absent = metadata.PackageNotFoundError
     found = SimpleNamespace(
-        distribution=fake.distribution,
-        version=fake.version_of,
-        PackageNotFoundError=metadata.PackageNotFoundError,
+        distribution=fake.distribution, version=fake.version_of, PackageNotFoundError=absent
     )
     monkeypatch.setattr(upstream, "metadata", found)
     caches = (upstream.check_fa4, upstream._fa4_softcap)
@@ -267,3 +257,60 @@ def test_document_in_two_pieces_is_refused(lane: Lane, fa4: FakeFA4, impl: str):
     doc_ids[0, 20:50] = 9
     with pytest.raises(ValueError, match="documents of adjacent tokens only"):
         attention(q, k, v, doc_ids, impl=impl)
+
+
+# mamba3_mimo, whose peer has another order of state dims and one state per document.
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("A", [2, 4])
+def test_peer_order_of_state_dims_rotates_same_pairs(lane: Lane, A: int) -> None:
+    """The peer's rotation, i with i + N/2, in its order of dims equals ours on adjacent dims; in our order it
+    differs.
+    """
+    g = torch.Generator().manual_seed(0)
+    x, angle, N = torch.randn(8, generator=g), torch.randn(A, generator=g), 8
+    order = mimo_upstream.halves_from_pairs(N, A)
+
+    def theirs(u: Tensor) -> Tensor:
+        a, b, out = u[:A], u[N // 2 : N // 2 + A], u.clone()
+        out[:A] = a * angle.cos() - b * angle.sin()
+        out[N // 2 : N // 2 + A] = a * angle.sin() + b * angle.cos()
+        return out
+
+    ours, pairs = x.clone(), torch.view_as_complex(x[: 2 * A].view(A, 2))
+    ours[: 2 * A] = torch.view_as_real(pairs * on_circle(angle)).flatten()
+    assert sorted(order) == [*range(N)]
+    torch.testing.assert_close(theirs(x[order]), ours[order])
+    assert (theirs(x) - ours).abs().max() > 0.1
+
+
+@lanes("cpu")
+def test_documents_of_a_batch_are_one_sequence_upstream(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream gets all rows as one varlen sequence and returns one state per document; a row keeps its last one."""
+    given: dict[str, Any] = {}
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **options: Any) -> tuple[Any, ...]:
+        given.update(options, v=v)
+        states = (torch.arange(5.0).reshape(5, 1, 1, 1).expand(5, *shape) for shape in ((4, 3, 8), (3, 4, 8)))
+        return v, torch.arange(5.0), *states, None
+
+    monkeypatch.setattr(mimo_upstream, "load", lambda: SimpleNamespace(mamba3_mimo=kernel))
+    made = mimo.make_inputs(T=6, A=4, starts=(2, 5))
+    inputs = {name: t for name, t in made.items() if name not in mimo.STATE}
+    y, state = mimo_upstream.mamba3_mimo_upstream(Mamba3MimoInputs(**inputs))
+    assert given["cu_seqlens"].tolist() == [0, 2, 5, 6, 11, 12]
+    assert given["cu_seqlens"].dtype == torch.int32
+    assert given["v"].shape == (1, 12, 4, 6)
+    assert y.equal(inputs["v"])
+    assert state.theta.tolist() == [2, 4]
+    assert state.h.flatten(1).unique(dim=1).tolist() == [[2], [4]]
+    assert state.v_prev.equal(inputs["v"][:, -1].float())
+
+
+@lanes("cpu")
+def test_absent_mimo_peer_names_its_install_command(lane: Lane) -> None:
+    with pytest.raises(
+        ImportError, match=r"mamba3_mimo: impl 'upstream' needs .*tilelang.*pip install .*tilelang"
+    ):
+        mimo.run(**mimo.make_inputs(T=6), impl="upstream")

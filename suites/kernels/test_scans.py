@@ -1,7 +1,8 @@
-"""Laws of the scan ops: value, gradient and compilation, written once over the specs.
+"""Laws of the scan ops, written once over the specs, and what is particular to m2rnn, mamba3_siso and mamba3_mimo.
 
 B batch, T tokens. The oracle is the recurrence in fp64, one step per token, differentiated by autograd. A chunked op is
-a different computation.
+a different computation. A third one, the published whole-sequence form of mamba3_siso, is written here, with two
+incorrect readings of it.
 """
 
 from __future__ import annotations
@@ -11,23 +12,28 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+import torch.nn.functional as F
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
+from torch.profiler import profile
 
+from suites.ops import mamba3_mimo as mimo
+from suites.ops import mamba3_siso as siso
 from suites.ops import specs
-from suites.ops.spec import ScanSpec
-from suites.support.comparison import DTYPES, doubled, worst
-from suites.support.custom_ops import check_one_graph, traced_through
+from suites.ops.spec import ScanSpec, on_circle
+from suites.support.comparison import DTYPES, Named, doubled, worst
+from suites.support.custom_ops import traced_through
+from suites.support.instruments import present_activities
 from suites.support.lanes import Lane, lanes
+from suites.support.properties import quick
 from suites.support.scans import carried, inner_token, spliced
 
 SCANS = [spec for spec in specs().values() if isinstance(spec, ScanSpec)]
 CHUNKED = [op for op in SCANS if op.chunked]
 each = pytest.mark.parametrize("op", SCANS, ids=lambda op: op.name)
 each_chunked = pytest.mark.parametrize("op", CHUNKED, ids=lambda op: op.name)
-quick = settings(derandomize=True, max_examples=15, deadline=None)
 
 
 @lanes("cpu")
@@ -197,9 +203,120 @@ def test_masked_difference_of_sums_has_a_nan_gradient(lane: Lane) -> None:
 
 @lanes("cpu", "h200")
 @each
-def test_compiles_to_one_graph_for_every_batch_size(lane: Lane, op: ScanSpec) -> None:
-    T = op.batch_tokens
-    batches = [op.inputs(B=B, T=T, dtype=torch.float32, device=lane.device) for B in (2, 3, 5)]
-    check_one_graph(op.run, op.trained, batches, op=op.name, dynamic=(*op.per_token, *op.state))
-    traced = traced_through(partial(op.run, impl="eager"), op.trained, batches[-1])
-    assert worst(traced, op.trained(op.run, batches[-1])) < 1e-5
+def test_reference_is_traced_through(lane: Lane, op: ScanSpec) -> None:
+    inputs = op.inputs(**op.batches[-1], dtype=torch.float32, device=lane.device)
+    traced = traced_through(partial(op.run, impl="eager"), op.trained, inputs)
+    assert worst(traced, op.trained(op.run, inputs)) < 1e-5
+
+
+# What is particular to one op.
+
+
+@lanes("cpu")
+@quick
+@given(T=st.integers(1, 40), V=st.integers(1, 5), start=st.integers(1, 40))
+def test_m2rnn_equals_autograd_of_both_forms(lane: Lane, T: int, V: int, start: int) -> None:
+    op = specs()["m2rnn"]
+    inputs = op.inputs(T=T, V=V, starts=(start,), device=lane.device, seed=T)
+    found = op.trained(op.run, inputs)
+    for impl in ("naive", "eager"):
+        assert worst(found, op.trained(partial(op.run, impl=impl), inputs)) < 1e-12
+
+
+@lanes("cpu")
+def test_m2rnn_backward_computes_all_candidates_at_once(lane: Lane) -> None:
+    op, counts = specs()["m2rnn"], []
+    inputs = op.inputs(T=20, dtype=torch.float32, device=lane.device)
+    leaves = {n: t.requires_grad_(n in op.floats) for n, t in inputs.items()}
+    with profile(activities=present_activities()) as forward:
+        y, _ = op.run(**leaves)
+    with profile(activities=present_activities()) as backward:
+        y.sum().backward()
+    for trace in (forward, backward):
+        counts.append({e.key: e.count for e in trace.key_averages()}["aten::tanh"])
+    assert counts == [20, 1]
+
+
+def published_form(inputs: Named, diagonal: bool = True) -> Tensor:
+    """Return y of mamba3_siso, of one document from zero state, all T tokens at once.
+
+    diagonal: subtract the diagonal term.
+    """
+    i = inputs
+    theta = (math.pi * i["angles"].tanh() * i["dt"][..., None]).cumsum(1)
+
+    def rotated(x: Tensor) -> Tensor:
+        R = theta.shape[-1]
+        pairs = torch.view_as_complex(x[..., : 2 * R].unflatten(-1, (R, 2))) * on_circle(theta)
+        return torch.cat((torch.view_as_real(pairs).flatten(-2), x[..., 2 * R :]), -1)
+
+    query, key = siso.biased(i, "q"), siso.biased(i, "k")
+    scale, shifted = siso.trapezoid(i)
+    heads_first = (rotated(query), rotated(key) * scale[..., None], i["v"], i["adt"].cumsum(1))
+    q, k, v, sums = (t.transpose(1, 2) for t in heads_first)
+    decay = torch.exp((sums[..., :, None] - sums[..., None, :]).tril()).tril()
+    y = (((q @ k.mT) * decay) @ v).transpose(1, 2) + i["D"][:, None] * i["v"]
+    if diagonal:
+        y = y - i["v"] * (shifted * (query * key).sum(-1))[..., None]
+    return y * F.silu(i["z"])
+
+
+@lanes("cpu", "h200")
+def test_published_form_and_two_incorrect_readings(lane: Lane) -> None:
+    inputs = siso.make_inputs(starts=(), device=lane.device)
+    inputs |= {n: torch.zeros_like(inputs[n]) for n in siso.STATE}
+    y = siso.run(**inputs)[0]
+    assert (y - published_form(inputs)).abs().max() < 1e-11
+    assert (y - published_form(inputs, diagonal=False)).abs().max() > 1
+    still = inputs | {"angles": torch.zeros_like(inputs["angles"])}
+    y = siso.run(**still)[0]
+    assert (y - published_form(still)).abs().max() < 1e-11
+    assert (y - siso.scaled_k_in_mamba2(still)).abs().max() > 1
+
+
+@lanes("cpu", "h200")
+@pytest.mark.parametrize("op", [siso.SPEC, mimo.SPEC], ids=lambda op: op.name)
+def test_small_lambda_keeps_its_precision(lane: Lane, op: ScanSpec) -> None:
+    """If lam is small, a token has little weight for itself: that weight must not be a difference of large numbers."""
+    inputs = op.inputs(starts=(), dtype=torch.float32, device=lane.device)
+    inputs |= {n: torch.zeros_like(inputs[n]) for n in (*op.state, "D")}
+    inputs["trap"] = inputs["trap"] - 12
+    oracle = op.naive(**doubled(inputs))[0][:, 0]
+    assert ((op.run(**inputs)[0][:, 0] - oracle) / oracle).abs().median() < 1e-6
+    if op is siso.SPEC:
+        assert ((published_form(inputs)[:, 0] - oracle) / oracle).abs().median() > 1e-4
+
+
+PROJECTIONS = ("mimo_v", "mimo_z", "mimo_out")
+
+
+def siso_of_rank_one(**i: Tensor) -> tuple[Tensor, ...]:
+    """Run mamba3_siso on the inputs of rank 1 without their projections; return the results of mamba3_mimo."""
+    given = {n: t for n, t in i.items() if n not in PROJECTIONS}
+    given |= {n: i[n].squeeze(2) for n in ("q", "k", "k_prev")} | {
+        n: i[n].squeeze(1) for n in ("q_bias", "k_bias")
+    }
+    y, theta, h, k_prev, v_prev = siso.run(**given)
+    return y + 0 * sum(i[n].sum() for n in PROJECTIONS), theta, h, k_prev.unsqueeze(2), v_prev
+
+
+@lanes("cpu", "h200")
+def test_rank_one_with_unit_projections_equals_siso(lane: Lane) -> None:
+    inputs = mimo.make_inputs(R=1, device=lane.device)
+    inputs |= {n: torch.ones_like(inputs[n]) for n in PROJECTIONS}
+    ours, theirs = (mimo.SPEC.trained(run, inputs) for run in (mimo.run, siso_of_rank_one))
+    for name in PROJECTIONS:
+        del ours[name], theirs[name]
+    assert worst(ours, theirs) < 1e-12
+    y = mimo.run(**inputs | {"mimo_v": 2 * inputs["mimo_v"]})[0]
+    assert worst({"y": y}, {"y": theirs["y"]}) > 0.1
+
+
+@lanes("cpu", "h200")
+def test_ranks_share_one_state(lane: Lane) -> None:
+    inputs = mimo.make_inputs(device=lane.device)
+    right = {"y": mimo.run(**inputs)[0]}
+    assert worst({"y": mimo.one_rank_each(**inputs)[0]}, right) > 0.1
+    backward = {n: inputs[n].flip(2) for n in ("q", "k", "k_prev")}
+    backward |= {n: inputs[n].flip(1) for n in mimo.RANKED}
+    assert worst({"y": mimo.run(**inputs | backward)[0]}, right) < 1e-13

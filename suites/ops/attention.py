@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels._documents import seen_by
@@ -188,9 +189,10 @@ SPEC = spec.OpSpec(
     inputs=make_inputs,
     names=NAMES,
     cases={name: spec.Case(options=options) for name, options in CASES.items()},
+    sizes={"T": st.integers(1, 12), "Hkv": st.sampled_from([1, 2]), "Hq": st.sampled_from([2, 4, 6])},
     gradcheck={name: spec.Case(SMALL, CASES[name]) for name in ("plain", "all")},
     batches=[{"B": B, "T": 16} for B in (2, 3, 5)],
-    dynamic=(0, 1, 2, 3),
+    dynamic="q k v doc_ids",
     compiled={"softcap": 2.0},
     refusals=refusals,
     bad={"B": 2, "T": 4, "Hq": 4, "Hkv": 2, "P": 4, "dtype": torch.float32},

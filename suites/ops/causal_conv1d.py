@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels._documents import seen_by
@@ -117,9 +118,10 @@ SPEC = spec.OpSpec(
         for W in (1, 2, 3, 4)
         for name, options in ACTIVATIONS.items()
     },
+    sizes={"W": st.integers(1, 4), "lengths": st.integers(1, 20).map(lambda T: (T,))},
     gradcheck={name: spec.Case(SMALL, options) for name, options in ACTIVATIONS.items()},
     batches=[{"B": B} for B in (2, 3, 5)],
-    dynamic=(0, 3),
+    dynamic="x doc_ids",
     refusals=refusals,
     bad={"dtype": torch.float32},
     free=("weight", "bias"),

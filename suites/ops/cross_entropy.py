@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.cross_entropy import cross_entropy
@@ -67,6 +68,20 @@ def workload(B: int, softcap: float) -> spec.Workload:
     return spec.Workload(op, reference, compiled, inputs, spec.streaming(inputs, ()))
 
 
+def both_passes(forward: Callable[..., Any], backward: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Return functions of loss and logsumexp, and of the gradient, which has its own sums."""
+
+    def loss(logits: Tensor, target: Tensor, softcap: float, ignore_index: int) -> Outputs:
+        value, shift, total = forward(logits, target, softcap, ignore_index)
+        return value, shift + total.log()
+
+    def gradient(logits: Tensor, target: Tensor, dloss: Tensor, softcap: float, ignore_index: int) -> Tensor:
+        _, shift, total = forward(logits, target, softcap, ignore_index)
+        return backward(logits, target, shift, total, dloss, softcap, ignore_index)
+
+    return [loss, gradient]
+
+
 def interpreter() -> list[spec.KernelOp]:
     from kernels.cross_entropy import kernel
 
@@ -83,21 +98,6 @@ def interpreter() -> list[spec.KernelOp]:
             logits[0, ::2], logits[0, 1::2] = 6e4, -6e4
         logits[:2] += shift
         return {"logits": logits, "target": target}
-
-    def both_passes(forward: Callable[..., Any], backward: Callable[..., Any]) -> list[Callable[..., Any]]:
-        """Return functions of loss and logsumexp, and of the gradient, which has its own sums."""
-
-        def loss(logits: Tensor, target: Tensor, softcap: float, ignore_index: int) -> Outputs:
-            value, shift, total = forward(logits, target, softcap, ignore_index)
-            return value, shift + total.log()
-
-        def gradient(
-            logits: Tensor, target: Tensor, dloss: Tensor, softcap: float, ignore_index: int
-        ) -> Tensor:
-            _, shift, total = forward(logits, target, softcap, ignore_index)
-            return backward(logits, target, shift, total, dloss, softcap, ignore_index)
-
-        return [loss, gradient]
 
     def capped(logits: Tensor) -> Tensor:
         return (3 * torch.tanh(logits / 3)).to(logits.dtype)
@@ -155,9 +155,10 @@ SPEC = spec.OpSpec(
         for name, softcap in CASES.items()
         for i in (-100, -1, 3)
     },
+    sizes={"V": st.integers(1, 40)},
     gradcheck={f"softcap {c}": spec.Case({"B": 2, "T": 3, "V": 4}, {"softcap": c}) for c in (0.0, 1.5)},
     batches=[{"B": B} for B in (2, 3, 5)],
-    dynamic=(0, 1),
+    dynamic="logits target",
     compiled={"softcap": 15.0},
     refusals=refusals,
     bad={"dtype": torch.float32},

@@ -6,6 +6,7 @@ The oracle is the reference in fp64, which must agree with the plain formula (na
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,7 @@ NAMES = "q k v indices"
 INDEX = "q k weights doc_ids"
 SCORES = "q k weights indices"
 SCALED = {"scale": 0.4, "softcap": 2.0}
+UNCAPPED = {"scale": 0.25, "softcap": 0.0}
 
 
 def make_index_inputs(
@@ -76,6 +78,39 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> list[tuple[Nam
         ({"v": v.bfloat16()}, "one float dtype"),
         ({"softcap": -1.0}, "softcap"),
     ]
+
+
+def other_refusals() -> dict[Callable[..., Tensor], tuple[Named, list[tuple[str, Named, str]]]]:
+    """Return function -> its inputs, and for each bad one: the op in the message, the changes, words of the error."""
+    q, k, weights, doc_ids = make_index_inputs(B=2, T=4, dtype=torch.float32)
+    index = {"q": q, "k": k, "weights": weights, "doc_ids": doc_ids, "top_k": 2}
+    scores = spec.by_name(SCORES, make_score_inputs(T=4, K=3, dtype=torch.float32))
+    target, indices = torch.ones(2, 4, 3), scores["indices"]
+    query, key, _, chosen = make_inputs(T=4, dtype=torch.float32)
+    return {
+        dsa_indexer: (index, [
+            ("dsa_indexer", {"q": q[0]}, "3-d"),
+            ("dsa_indexer", {"k": k[:, :3]}, "k has shape"),
+            ("dsa_indexer", {"weights": weights[..., :1]}, "weights has shape"),
+            ("dsa_indexer", {"doc_ids": doc_ids[:, :3]}, "doc_ids has shape"),
+            ("dsa_indexer", {"doc_ids": doc_ids.long()}, "int32"),
+            ("dsa_indexer", {"k": k.bfloat16()}, "one float dtype"),
+            ("dsa_indexer", {"weights": weights.int()}, "floating point"),
+            ("dsa_indexer", {"top_k": 0}, "top_k"),
+            ("dsa_indexer", {"impl": "fast"}, "choices are"),
+        ]),
+        dsa_indexer_loss: (scores | {"target": target}, [
+            ("dsa_indexer_loss", {"target": target[..., :2]}, "target has shape"),
+            ("dsa_indexer_loss", {"target": target.int()}, "floating point"),
+            ("dsa_chosen_scores", {"q": scores["q"][0]}, "3-d"),
+            ("dsa_chosen_scores", {"indices": indices.long()}, "int32"),
+            ("dsa_chosen_scores", {"impl": "fast"}, "choices are"),
+        ]),
+        dsa_distribution: (
+            {"q": query, "k": key, "indices": chosen},
+            [("dsa_distribution", {"impl": "fast"}, "choices are")],
+        ),
+    }  # fmt: skip
 
 
 def rounding_bound(i: Named, exact: Named) -> Named:
@@ -160,39 +195,32 @@ def loss_workload(B: int) -> spec.Workload:
     )
 
 
-def kernel_inputs(**sizes: Any) -> Named:
-    """Return q, k, v and the choice in random order."""
-    made = spec.by_name(NAMES, make_inputs(**sizes))
-    order = torch.randperm(made["indices"].shape[-1], generator=torch.Generator().manual_seed(0))
-    return made | {"indices": made["indices"][..., order].contiguous()}
-
-
-def kernel_score_inputs(**sizes: Any) -> Named:
-    """Return q, k, weights and the choice in random order."""
-    made = spec.by_name(SCORES, make_score_inputs(**sizes))
+def in_random_order(names: str, make: Callable[..., tuple[Tensor, ...]], **sizes: Any) -> Named:
+    """Return inputs whose last one, the choice, is in random order."""
+    made = spec.by_name(names, make(**sizes))
     order = torch.randperm(made["indices"].shape[-1], generator=torch.Generator().manual_seed(0))
     return made | {"indices": made["indices"][..., order].contiguous()}
 
 
 def interpreter() -> list[spec.KernelOp]:
     """Attention over the chosen keys, then the training kernels: scores with their gradient, and the target."""
-    from kernels.dsa_indexer import kernel, kernel_loss
+    return [interpreted_attention(), *interpreted_loss()]
 
-    # Several blocks at a small T, and several parts of few heads.
+
+def interpreted_attention() -> spec.KernelOp:
+    from kernels.dsa_indexer import kernel
+
+    # Several blocks at a small T.
     tiles = {"gather": (16, 16, 4, 1), "dkdv": (16, 32, 4, 1)}
-    loss_tiles = {"gather": (32, 16, 4, 1), "dk": (16, 32, 4, 1)}
-    loss_blocks = {(kernel_loss, "_tiles"): lambda *dims: loss_tiles, (kernel_loss, "HEADS"): 2}
-    options = {"scale": 0.25, "softcap": 0.0}
-    target_cases = [spec.KernelCase(sizes, options) for options in KERNEL_OPTIONS for sizes in TARGET_SIZES]
-    attention = spec.KernelOp(
+    return spec.KernelOp(
         name="dsa_indexer",
-        inputs=kernel_inputs,
+        inputs=partial(in_random_order, NAMES, make_inputs),
         sizes="B T Hq Hkv P K",
         kernels=(kernel.dsa_attention_fwd_kernel, kernel.dsa_attention_bwd_kernel),
         eager=(dsa_attention_forward_with_lse, dsa_attention_backward_eager),
         results="out lse",
         gradients="dout",
-        options=options,
+        options=UNCAPPED,
         blocks={(kernel, "_tiles"): lambda *dims: tiles},
         cases=[
             *(spec.KernelCase((1, 22, 3, 1, 16, 18), options) for options in KERNEL_OPTIONS),
@@ -215,14 +243,23 @@ def interpreter() -> list[spec.KernelOp]:
         narrow_products=True,
         lse=True,
     )
+
+
+def interpreted_loss() -> list[spec.KernelOp]:
+    from kernels.dsa_indexer import kernel_loss
+
+    # Several blocks at a small T, and several parts of few heads.
+    tiles = {"gather": (32, 16, 4, 1), "dk": (16, 32, 4, 1)}
+    blocks = {(kernel_loss, "_tiles"): lambda *dims: tiles, (kernel_loss, "HEADS"): 2}
+    target_cases = [spec.KernelCase(sizes, options) for options in KERNEL_OPTIONS for sizes in TARGET_SIZES]
     scores = spec.KernelOp(
         name="dsa_indexer_scores",
-        inputs=kernel_score_inputs,
+        inputs=partial(in_random_order, SCORES, make_score_inputs),
         sizes="B T J width K",
         kernels=(kernel_loss.dsa_chosen_scores_fwd_kernel, kernel_loss.dsa_chosen_scores_bwd_kernel),
         eager=(dsa_chosen_scores_eager, dsa_chosen_scores_backward_eager),
         gradients="dscores",
-        blocks=loss_blocks,
+        blocks=blocks,
         cases=[
             *map(spec.KernelCase, SCORE_SIZES),
             spec.KernelCase((1, 66, 9, 16, 65), dtypes=("fp16",), gpu_blocks=True),
@@ -244,20 +281,20 @@ def interpreter() -> list[spec.KernelOp]:
     )
     target = spec.KernelOp(
         name="dsa_indexer_target",
-        inputs=kernel_inputs,
+        inputs=partial(in_random_order, NAMES, make_inputs),
         sizes="B T Hq Hkv P K",
         kernels=(kernel_loss.dsa_distribution_fwd_kernel,),
         eager=(dsa_distribution_eager,),
         gradients="",
-        options=options,
-        blocks=loss_blocks,
+        options=UNCAPPED,
+        blocks=blocks,
         cases=target_cases,
         faulty=target_cases,
         faults={"keys": spec.Fault({"k": lambda k: k.flip(1)})},
         refused=[spec.KernelCase((1, 2, 1, 1, 48, 2), error=r"power of two up to 128, not 48$")],
         terms=lambda oracle: 1.0,
     )
-    return [attention, scores, target]
+    return [scores, target]
 
 
 # At a softcap of 100 the "fast" path is off; a scale of 3 drives tanh into saturation.
@@ -276,7 +313,7 @@ SPEC = spec.OpSpec(
     cases={name: spec.Case(options=options) for name, options in CASES.items()},
     gradcheck={name: spec.Case(SMALL, CASES[name]) for name in ("plain", "softcap and scale")},
     batches=[{"B": B, "T": 16} for B in (2, 3, 5)],
-    dynamic=(0, 1, 2, 3),
+    dynamic="q k v indices",
     compiled={"softcap": 2.0},
     refusals=refusals,
     bad={"B": 2, "T": 4, "P": 4, "K": 3, "dtype": torch.float32},

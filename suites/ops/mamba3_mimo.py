@@ -11,19 +11,16 @@ from typing import Any
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.mamba3_mimo import Mamba3MimoState, mamba3_mimo, mamba3_mimo_step
+from kernels.mamba3_mimo import Mamba3MimoInputs, Mamba3MimoState, mamba3_mimo, mamba3_mimo_step
 from suites.ops import mamba3_siso as siso
 from suites.ops import spec
 from suites.ops.mamba3_siso import PER_TOKEN
 from suites.ops.spec import Named, Outputs
 
-FIXED = ("q_bias", "k_bias", "mimo_v", "mimo_z", "mimo_out", "D")
 STATE = Mamba3MimoState._fields
-NAMES = (
-    "q", "k", "v", "adt", "dt", "trap", "q_bias", "k_bias", "mimo_v", "mimo_z", "mimo_out", "angles", "D", "z",
-    "doc_ids", *STATE,
-)  # fmt: skip
-run = spec.flat(mamba3_mimo, Mamba3MimoState)
+NAMES = (*Mamba3MimoInputs._fields, *STATE)
+RANKED = tuple(n for n in Mamba3MimoInputs.fixed if n != "D")  # weights (H,R,...)
+run = spec.flat(mamba3_mimo, Mamba3MimoInputs, Mamba3MimoState)
 
 
 def make_inputs(B=2, T=30, H=4, R=3, P=6, N=8, G=2, A=3, starts=(9, 10, 22), **more: Any) -> Named:
@@ -36,7 +33,7 @@ def one_rank_each(**inputs: Tensor) -> tuple[Tensor, ...]:
     wrong = 0
     for r in range(inputs["q"].shape[2]):
         ranked = {n: inputs[n][:, :, r : r + 1] for n in ("q", "k", "k_prev")}
-        ranked |= {n: inputs[n][:, r : r + 1] for n in FIXED if n != "D"}
+        ranked |= {n: inputs[n][:, r : r + 1] for n in RANKED}
         y, *state = run(**inputs | ranked)
         wrong = wrong + y
     return wrong, *state
@@ -60,7 +57,7 @@ SPEC = spec.ScanSpec(
     run=run,
     inputs=make_inputs,
     names=" ".join(NAMES),
-    step=spec.stepped(mamba3_mimo_step, Mamba3MimoState),
+    step=spec.stepped(mamba3_mimo_step, Mamba3MimoInputs, Mamba3MimoState),
     per_token=PER_TOKEN,
     state=STATE,
     turns=("theta",),
@@ -70,13 +67,14 @@ SPEC = spec.ScanSpec(
     refusals=refusals,
     bad={"T": 6},
     loses_digits=True,
+    batches=[{"B": B, "T": 12} for B in (2, 3, 5)],
+    dynamic=" ".join((*PER_TOKEN, *STATE)),
     smallest={"B": 2, "T": 4, "H": 2, "R": 2, "P": 2, "N": 3, "G": 1, "A": 1, "starts": (2,)},
     contract={"N 5": spec.Case({"B": 2, "T": 7, "R": 2, "P": 3, "N": 5, "A": 2, "starts": (4,)})},
     odd={"P": 3, "N": 6},
     drawn={"G": st.sampled_from([1, 2, 4]), "R": st.integers(1, 4), "A": st.integers(0, 2), "N": st.just(5)},
     packed=spec.packed(st.sampled_from([4, 8, 16, 32]), st.sampled_from([4, 8, 16]), "fp32"),
     longest=40,
-    batch_tokens=12,
     free=(*siso.FREE, "mimo_v", "mimo_z", "mimo_out"),
     # The plain formula is the whole row at once. The recurrence is not suitable: it adds its angles one by one, so that
     # neighbours share their errors, and in fp32 its y is 1.8 times as close as that of any parallel sum.

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.mamba3_siso import Mamba3State, mamba3_siso, mamba3_siso_step
+from kernels.mamba3_siso import Mamba3Inputs, Mamba3State, mamba3_siso, mamba3_siso_step
 from kernels.mamba3_siso.eager import mamba3_siso_backward_eager, mamba3_siso_eager
-from kernels.ssd_chunk_scan import ssd_chunk_scan_eager
+from kernels.ssd_chunk_scan import SsdInputs, ssd_chunk_scan_eager
 from suites.ops import spec
 from suites.ops.spec import Named, Outputs
 from suites.support.comparison import doubled
@@ -24,10 +24,10 @@ from suites.support.scans import documents
 
 PER_TOKEN = ("q", "k", "v", "adt", "dt", "trap", "angles", "z", "doc_ids")
 STATE = Mamba3State._fields
-NAMES = ("q", "k", "v", "adt", "dt", "trap", "q_bias", "k_bias", "angles", "D", "z", "doc_ids", *STATE)
+NAMES = (*Mamba3Inputs._fields, *STATE)
 NARROW = ("q", "k", "v", "z")
 FREE = ("adt", "dt", "trap", "q_bias", "k_bias", "angles", "D", *STATE)
-run = spec.flat(mamba3_siso, Mamba3State)
+run = spec.flat(mamba3_siso, Mamba3Inputs, Mamba3State)
 
 
 def make_inputs(
@@ -96,7 +96,8 @@ def scaled_k_in_mamba2(inputs: Named) -> Tensor:
     """A fault: scale k, and pass -adt as dt to the Mamba-2 scan, which then weights v with it as well."""
     i, (scale, _) = inputs, trapezoid(inputs)
     q, k = biased(i, "q"), biased(i, "k") * scale[..., None]
-    y, _ = ssd_chunk_scan_eager(i["v"], -i["adt"], -torch.ones_like(i["D"]), k, q, i["D"], i["doc_ids"])
+    given = SsdInputs(i["v"], -i["adt"], -torch.ones_like(i["D"]), k, q, i["D"], i["doc_ids"])
+    y, _ = ssd_chunk_scan_eager(given)
     return y * F.silu(i["z"])
 
 
@@ -149,7 +150,7 @@ def peer_inputs(device: str) -> tuple[Tensor, ...]:
 
 
 def peer_output(*inputs: Tensor, impl: str) -> Tensor:
-    return mamba3_siso(*inputs, impl=impl)[0]
+    return mamba3_siso(Mamba3Inputs(*inputs), impl=impl)[0]
 
 
 def refusals(**i: Any) -> list[tuple[Named, str]]:
@@ -181,7 +182,7 @@ def workload(B: int, N: int, G: int) -> spec.Workload:
     )  # fmt: skip
 
     def output_and_state(*inputs: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-        y, state = mamba3_siso(*inputs, impl=impl)
+        y, state = mamba3_siso(Mamba3Inputs(*inputs), impl=impl)
         return y, state.h
 
     work = spec.streaming(inputs, (v,), B * T * H * spec.scan_flops(P, N))
@@ -205,12 +206,13 @@ def interpreter() -> list[spec.KernelOp]:
 
     def eager_forward(**arguments: Any) -> Outputs:
         given = {n: arguments[n] for n in (*NAMES, "chunk_size")}
-        return spec.flat(mamba3_siso_eager, Mamba3State)(**given)
+        return spec.flat(mamba3_siso_eager, Mamba3Inputs, Mamba3State)(**given)
 
     def eager_backward(**arguments: Any) -> Outputs:
         *tensors, chunk_size, dy, dtheta, dh, dk, dv = arguments.values()
         state, dstate = Mamba3State(*tensors[12:]), Mamba3State(dtheta, dh, dk, dv)
-        found = [*mamba3_siso_backward_eager(*tensors[:12], state, chunk_size, dy, dstate)]
+        i = Mamba3Inputs(*tensors[:12])
+        found = [*mamba3_siso_backward_eager(i, state, chunk_size, dy, dstate)]
         found[10] = found[10].to(dy.dtype)
         return found
 
@@ -260,7 +262,7 @@ SPEC = spec.ScanSpec(
     run=run,
     inputs=make_inputs,
     names=" ".join(NAMES),
-    step=spec.stepped(mamba3_siso_step, Mamba3State),
+    step=spec.stepped(mamba3_siso_step, Mamba3Inputs, Mamba3State),
     per_token=PER_TOKEN,
     state=STATE,
     turns=("theta",),
@@ -270,6 +272,8 @@ SPEC = spec.ScanSpec(
     refusals=refusals,
     bad={"T": 6},
     loses_digits=True,
+    batches=[{"B": B, "T": 20} for B in (2, 3, 5)],
+    dynamic=" ".join((*PER_TOKEN, *STATE)),
     smallest={"B": 2, "T": 5, "H": 2, "P": 2, "N": 3, "G": 1, "R": 1, "starts": (3,)},
     contract={"N 5": spec.Case({"B": 2, "T": 9, "H": 4, "P": 3, "N": 5, "G": 2, "R": 2, "starts": (4,)})},
     odd={"P": 3, "N": 6},

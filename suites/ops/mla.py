@@ -169,7 +169,7 @@ SPEC = spec.OpSpec(
     cases={name: spec.Case(options=options) for name, options in CASES.items()},
     gradcheck={name: spec.Case(SMALL, CASES[name]) for name in ("plain", "softcap and scale")},
     batches=[{"B": B, "T": 16} for B in (2, 3, 5)],
-    dynamic=(0, 1, 2, 3, 6),
+    dynamic="q_nope q_rope c_kv k_rope doc_ids",
     compiled={"softcap": 2.0},
     refusals=refusals,
     bad={"B": 2, "T": 4, "H": 2, "C": 4, "P": 4, "R": 2, "Pv": 4, "dtype": torch.float32},

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.moe_combine import moe_combine, moe_combine_backward_eager, moe_combine_eager
@@ -104,6 +105,12 @@ SPEC = spec.OpSpec(
     names=NAMES,
     cases={"dropped": spec.Case({"C": 3}), "none dropped": spec.Case({"C": 24})},
     rounding=1e-13,
+    sizes={
+        "B": st.integers(1, 3),
+        "T": st.integers(1, 17),
+        "K": st.integers(1, 6),
+        "C": st.sampled_from([1, 2, 5, 17]),
+    },
     gradcheck={f"bucket {C}": spec.Case({**SMALL, "C": C}) for C in (1, 4)},
     refusals=refusals,
     bad={"dtype": torch.bfloat16},

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.moe_dispatch import moe_dispatch, moe_dispatch_backward_eager
@@ -20,12 +21,25 @@ EXPERTS = {"num_experts": E, "bucket": 4}
 NAMES = "x expert"
 
 
-def make_inputs(B=2, T=17, K=3, D=4, E=E, dtype=torch.float32, device="cpu", seed=0) -> tuple[Tensor, Tensor]:
-    """Return random x (B,T,D), and K distinct experts per token, skewed to low ids so that buckets fill unevenly."""
+def make_inputs(
+    B=2, T=17, K=3, D=4, E=E, dtype=torch.float32, device="cpu", seed=0, routing="distinct"
+) -> tuple[Tensor, Tensor]:
+    """Return random x (B,T,D), and K experts per token, skewed to low ids so that buckets fill unevenly.
+
+    routing: "distinct", "repeated" (the same expert K times), "some null" or "all null" (no expert).
+    """
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(B, T, D, generator=g, dtype=torch.float64).to(device, dtype)
     scores = torch.rand(B, T, E, generator=g) - 0.1 * torch.arange(E)
-    return x, scores.topk(K, -1).indices.to(device)
+    expert = scores.topk(K, -1).indices.to(device)
+    null = torch.full_like(expert, -1)
+    routings = {
+        "distinct": expert,
+        "repeated": expert[..., :1].expand(B, T, K),
+        "some null": expert.where(expert != 1, null),
+        "all null": null,
+    }
+    return x, routings[routing]
 
 
 def refusals(x: Tensor, expert: Tensor) -> list[tuple[Named, str]]:
@@ -98,6 +112,15 @@ SPEC = spec.OpSpec(
     run=partial(moe_dispatch, **EXPERTS),
     inputs=make_inputs,
     names=NAMES,
+    cases={f"bucket {C}": spec.Case({"dtype": torch.float64}, {"bucket": C}) for C in (1, 2, 8, 16)},
+    rounding=1e-13,
+    sizes={
+        "B": st.integers(1, 3),
+        "T": st.integers(1, 17),
+        "K": st.integers(1, 4),
+        "dtype": st.just(torch.float64),
+        "routing": st.sampled_from(["distinct", "repeated", "some null", "all null"]),
+    },
     gradcheck={f"bucket {C}": spec.Case(SMALL, {"bucket": C}) for C in (1, 4)},
     refusals=refusals,
     elementwise=True,

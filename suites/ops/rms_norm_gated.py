@@ -57,8 +57,8 @@ def workload(B: int, norm_before_gate: bool) -> spec.Workload:
 def interpreter() -> list[spec.KernelOp]:
     from kernels.rms_norm_gated import kernel
 
-    def inputs(N: int, **sizes: Any) -> Named:
-        return spec.by_name(NAMES, make_inputs((N,), **sizes))
+    def inputs(N: int, rows: tuple[int, ...] = (), **sizes: Any) -> Named:
+        return spec.by_name(NAMES, make_inputs(rows or (N,), **sizes))
 
     def cases(sizes: Sequence[tuple[int, int, int]], dtypes: Sequence[str] = ()) -> list[spec.KernelCase]:
         """Return cases of these N, D, S, gated after and before the norm."""
@@ -79,7 +79,7 @@ def interpreter() -> list[spec.KernelOp]:
             # Several rows per tile if groups are small, several tiles per program, the last one not full.
             blocks={(kernel, "TILE"): 32, (kernel, "FORWARD_WARPS"): 3, (kernel, "BACKWARD_WARPS"): 2},
             dtypes=tuple(spec.INTERPRETED_DTYPES),
-            cases=cases(SIZES),
+            cases=[*cases(SIZES), spec.KernelCase((12, 8), options(8, False), {"rows": (3, 4)})],
             faulty=cases(SIZES[1:2], ("fp16",)),
             faults={
                 "group size": spec.Fault({"group_size": 20}),
@@ -120,7 +120,7 @@ SPEC = spec.OpSpec(
         for before in (False, True)
     },
     batches=[{"shape": (B, 7)} for B in (2, 3, 5)],
-    dynamic=(0, 1),
+    dynamic="x gate",
     compiled={"group_size": 16},
     refusals=refusals,
     bad={"dtype": torch.float32},

@@ -23,6 +23,7 @@ from suites.support.comparison import (
     doubled,
     error_ratio,
     outputs_of,
+    outside,
     pooled,
     random_weights,
     trained,
@@ -262,9 +263,11 @@ class OpSpec:
     forms: Sequence[str] = ("op", "eager")
     rounding: float = 1e-12
     gradcheck: Mapping[str, Case] = field(default_factory=dict)
-    # One compiled graph serves all these inputs, whose arguments in the positions `dynamic` have another first axis.
+    # Arguments of `inputs` that are drawn where the op is compared with its plain formula at any size.
+    sizes: Mapping[str, st.SearchStrategy[Any]] = field(default_factory=dict)
+    # One compiled graph serves all these inputs, whose arguments `dynamic` have another first axis.
     batches: Sequence[Mapping[str, Any]] = ()
-    dynamic: Sequence[int] = ()
+    dynamic: str = ""
     compiled: Mapping[str, Any] = field(default_factory=dict)
     # Inputs of the sizes `bad`, by name -> what is changed in them, and words of the error.
     refusals: Callable[..., Sequence[tuple[Named, str]]]
@@ -424,7 +427,6 @@ class ScanSpec(OpSpec):
     # (inputs of a document, its y) -> the largest difference of y if its sums are in another order; None: not bounded.
     reordered: Callable[[Named, Tensor], Tensor | None] = lambda inputs, y: None
     longest: int = 60
-    batch_tokens: int = 20
     rounding_32: float = 2e-5
 
     @property
@@ -477,23 +479,27 @@ def on_circle(angle: Tensor) -> Tensor:
     return torch.polar(torch.ones_like(angle), angle)
 
 
-def flat(scan: Callable[..., tuple[Tensor, Any]], state: Callable[..., Any], **options: Any) -> Scan:
-    """Wrap a scan with a named tuple of states: flat keyword tensors -> y and the final state in one tuple."""
+def flat(scan: Callable[..., tuple[Tensor, Any]], inputs: Any, state: Any = None) -> Scan:
+    """Wrap a scan of a named tuple of inputs: keyword tensors and options -> y and the final state in one tuple.
 
-    def run(**inputs: Any) -> tuple[Tensor, ...]:
-        given = state(*(inputs.pop(n) for n in state._fields))
-        y, final = scan(**inputs, state=given, **options)
-        return y, *final
+    state: the class of its state; None if the state is the tensor `initial_state`.
+    """
+
+    def run(**given: Any) -> tuple[Tensor, ...]:
+        i = inputs(**{n: given.pop(n) for n in inputs._fields})
+        before = state(*(given.pop(n) for n in state._fields)) if state else given.pop("initial_state")
+        y, final = scan(i, before, **given)
+        return y, *(final if state else (final,))
 
     return run
 
 
-def stepped(step: Callable[..., tuple[Tensor, Any]], state: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a step with a named tuple of states: inputs by name, states in order -> y and the states in one tuple."""
+def stepped(step: Callable[..., tuple[Tensor, Any]], inputs: Any, state: Any = None) -> Callable[..., Any]:
+    """Wrap a step: inputs of a token by name, states in order -> y and the states in one tuple."""
 
     def run(token: Named, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        y, after = step(**token, state=state(*before))
-        return y, *after
+        y, after = step(inputs(**token), state(*before) if state else before[0])
+        return y, *(after if state else (after,))
 
     return run
 
@@ -620,7 +626,7 @@ class KernelOp:
     lse: bool = False
     # Arguments of `inputs` over which the errors of a case are pooled.
     pooled: Sequence[Mapping[str, Any]] = ({},)
-    # Results of the oracle -> the minimum size of an output's terms (interpret/ratio.py).
+    # Results of the oracle -> the minimum size of an output's terms (comparison.outside).
     terms: Callable[[Outputs], float] = lambda oracle: 0.0
     # Arguments and outputs -> parts of the outputs that are exactly 0.
     zeros: Callable[..., Sequence[Tensor]] = lambda arguments, *outputs: ()
@@ -667,8 +673,6 @@ class KernelOp:
 
     def rule(self, runs: Sequence[Named]) -> Callable[..., dict[int, list[str]]]:
         """Return the ratio rule for these arguments: the outputs of a launch with each -> what breaks it, by index."""
-        from suites.kernels.interpret.ratio import outside
-
         first = next(iter(runs[0].values()))
         with OperandsIn(first.dtype) if self.narrow_products else nullcontext():
             plain = _stacked([self.reference(**arguments) for arguments in runs])

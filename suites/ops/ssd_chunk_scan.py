@@ -14,19 +14,15 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.ssd_chunk_scan import (
-    ssd_chunk_scan,
-    ssd_chunk_scan_eager,
-    ssd_chunk_scan_recurrent,
-    ssd_chunk_scan_step,
-)
+from kernels.ssd_chunk_scan import SsdInputs, ssd_chunk_scan, ssd_chunk_scan_eager, ssd_chunk_scan_step
 from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_backward_eager
 from suites.ops import spec
-from suites.ops.spec import Named
+from suites.ops.spec import Named, Outputs
 from suites.support.comparison import doubled
 from suites.support.scans import cut, documents
 
 PER_TOKEN = ("x", "dt", "Bmat", "Cmat", "doc_ids")
+run = spec.flat(ssd_chunk_scan, SsdInputs)
 
 
 def make_inputs(
@@ -60,7 +56,7 @@ def rounding_bound(inputs: Named) -> Tensor:
     """
     sizes = {n: t.abs() if t.is_floating_point() else t * 0 for n, t in doubled(inputs).items()}
     T, N = inputs["x"].shape[1], inputs["Bmat"].shape[3]
-    return (2 * T + N + 16) * 2**-24 * ssd_chunk_scan_recurrent(**sizes | {"A": sizes["A"] * 0})[0]
+    return (2 * T + N + 16) * 2**-24 * run(**sizes | {"A": sizes["A"] * 0}, impl="naive")[0]
 
 
 def in_chunks(**inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,16 +64,12 @@ def in_chunks(**inputs: Tensor) -> tuple[Tensor, Tensor]:
     zero = torch.zeros_like(inputs["initial_state"])
     starts = range(0, inputs["x"].shape[1], 16)
     chunks = [cut(inputs, slice(t, t + 16), PER_TOKEN) | {"initial_state": zero} for t in starts]
-    parts = [ssd_chunk_scan_eager(**chunk) for chunk in chunks]
+    parts = [run(**chunk, impl="eager") for chunk in chunks]
     return torch.cat([y for y, _ in parts], 1), parts[-1][1]
 
 
-def without_carry(comparison: spec.Comparison, inputs: Named, right: spec.Outputs) -> spec.Outputs:
+def without_carry(comparison: spec.Comparison, inputs: Named, right: Outputs) -> Outputs:
     return in_chunks(**inputs)
-
-
-def step(token: Named, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return ssd_chunk_scan_step(**token, state=state[0])
 
 
 def overflow(inputs: Named) -> None:
@@ -90,7 +82,11 @@ def peer_inputs(device: str) -> tuple[Tensor, ...]:
 
 
 def peer_output(*inputs: Tensor, impl: str) -> Tensor:
-    return ssd_chunk_scan(*inputs, impl=impl)[0]
+    return at_once(*inputs, impl=impl)[0]
+
+
+def at_once(*inputs: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    return ssd_chunk_scan(SsdInputs(*inputs[:7]), *inputs[7:], impl=impl)
 
 
 def refusals(**i: Any) -> list[tuple[Named, str]]:
@@ -113,7 +109,7 @@ def workload(B: int, N: int, G: int) -> spec.Workload:
     A, D = -torch.rand(H, device="cuda") * 15 - 1, torch.ones(H, device="cuda")
     inputs = (x, dt, A, spec.draw(B, T, G, N), spec.draw(B, T, G, N), D, spec.one_document(B))
     work = spec.streaming(inputs, (x,), B * T * H * spec.scan_flops(P, N))
-    return spec.Workload(*spec.by_impl(ssd_chunk_scan), inputs, work)
+    return spec.Workload(*spec.by_impl(at_once), inputs, work)
 
 
 def interpreter() -> list[spec.KernelOp]:
@@ -123,13 +119,21 @@ def interpreter() -> list[spec.KernelOp]:
         made = make_inputs(dtype=dtype, **{"starts": (5, 6, 27)} | sizes)
         return made | {"D": made["D"].to(dtype), "chunk_size": chunk_size}
 
+    def backward(chunk_size: int, dy: Tensor, dfinal: Tensor, **given: Any) -> Outputs:
+        *tensors, state = given.values()
+        return ssd_chunk_scan_backward_eager(SsdInputs(*tensors), state, chunk_size, dy, dfinal)
+
+    def forward(**given: Any) -> Outputs:
+        names = (*SsdInputs._fields, "initial_state", "chunk_size")
+        return spec.flat(ssd_chunk_scan_eager, SsdInputs)(**{n: given[n] for n in names})
+
     return [
         spec.KernelOp(
             name="ssd_chunk_scan",
             inputs=inputs,
             sizes="B T H P N G chunk_size",
             kernels=(kernel.ssd_chunk_scan_fwd_kernel, kernel.ssd_chunk_scan_bwd_kernel),
-            eager=(ssd_chunk_scan_eager, ssd_chunk_scan_backward_eager),
+            eager=(forward, backward),
             gradients="dy dfinal",
             # Several programs along every axis: the heads of a group in parts, a last block of heads that is not full.
             blocks={(kernel, "PREPARED_HEADS"): 4, (kernel, "ENOUGH_PROGRAMS"): 8},
@@ -152,10 +156,10 @@ def interpreter() -> list[spec.KernelOp]:
 SIZES = [(2, 37, 6, 8, 12, 2, 16), (1, 66, 6, 5, 8, 2, 64), (1, 18, 2, 16, 16, 1, 64)]
 SPEC = spec.ScanSpec(
     name="ssd_chunk_scan",
-    run=ssd_chunk_scan,
+    run=run,
     inputs=make_inputs,
-    names="x dt A Bmat Cmat D doc_ids initial_state",
-    step=step,
+    names=" ".join((*SsdInputs._fields, "initial_state")),
+    step=spec.stepped(ssd_chunk_scan_step, SsdInputs),
     per_token=PER_TOKEN,
     state=("initial_state",),
     fault=in_chunks,
@@ -163,6 +167,8 @@ SPEC = spec.ScanSpec(
     refusals=refusals,
     bad={"T": 6},
     loses_digits=True,
+    batches=[{"B": B, "T": 20} for B in (2, 3, 5)],
+    dynamic="x dt Bmat Cmat doc_ids initial_state",
     smallest={"B": 2, "T": 5, "H": 2, "P": 2, "N": 2, "G": 1, "starts": (3,)},
     contract={"N 5": spec.Case({"B": 2, "T": 9, "H": 4, "P": 3, "N": 5, "G": 2, "starts": (4,)})},
     odd={"P": 3, "N": 5},
@@ -175,20 +181,20 @@ SPEC = spec.ScanSpec(
     comparisons=spec.scan_comparison(
         "ssd_chunk_scan",
         make_inputs,
-        partial(ssd_chunk_scan, chunk_size=16),
+        partial(run, chunk_size=16),
         PER_TOKEN,
         ("initial_state",),
         {"no state between chunks": without_carry},
-        operands=partial(ssd_chunk_scan, chunk_size=16, impl="eager"),
+        operands=partial(run, chunk_size=16, impl="eager"),
         bound=lambda i, exact: {"0": rounding_bound(i)},
-        forms=[partial(ssd_chunk_scan, chunk_size=chunk_size) for chunk_size in (1, 64)],
+        forms=[partial(run, chunk_size=chunk_size) for chunk_size in (1, 64)],
         wrong={"documents ignored": spec.Fault({"doc_ids": spec.one_row})},
         share=0.2,
     ),
     golden=spec.Golden(
         lambda: make_inputs(T=20, H=2, P=4, N=6, G=1, starts=(5, 6, 13)),
         ("y", "final"),
-        partial(ssd_chunk_scan, chunk_size=8),
+        partial(run, chunk_size=8),
     ),
     timed={
         "ssd_chunk_scan-N64-G8": spec.Timed(partial(workload, N=64, G=8)),

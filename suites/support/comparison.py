@@ -21,6 +21,10 @@ from suites.support.reduce import largest
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AT_MOST = {"forward": 2.0, "gradient": 3.0}
 Named = dict[str, Tensor]
+# The rule for interpreted kernels. The floor is relative to the largest entry (for the RMS, to the RMS): a small plain
+# error may be luck, and in fp64 there is none, because the plain reference is the oracle itself.
+FACTOR = 3.0
+FLOOR = {torch.float64: 1e-12, torch.float32: 4 * 2**-23, torch.float16: 4 * 2**-10}
 
 
 def doubled(inputs: Any) -> Any:
@@ -53,7 +57,7 @@ def error_ratio(found: Tensor, plain: Tensor, oracle: Tensor) -> float:
     maximum errors and of the ratio of the RMS errors.
 
     Half, because a maximum error comes from one entry: for two computations of equal accuracy it differs between seeds
-    by a factor of up to 3.5, the RMS by 1.4 (suites/kernels/test_mutants.py). If the plain formula is exact, 0 if the
+    by a factor of up to 3.5, the RMS by 1.4 (suites/kernels/test_errors.py). If the plain formula is exact, 0 if the
     result is exact too, else infinity. NaN if the error of the plain formula is not finite: it bounds nothing.
     """
     pairs = zip((0.5, 1.0), error(found, oracle), error(plain, oracle))
@@ -131,3 +135,38 @@ def ratio_row(
     row.bound(
         id, largest(ratios.values()), "ratio", at_most=at_most, seen=witness, rule="C36", evidence=lines
     )
+
+
+def outside(
+    found: Sequence[Tensor],
+    plain: Sequence[Tensor],
+    oracle: Sequence[Tensor],
+    terms: float = 0.0,
+    softcap: float | None = None,
+) -> dict[int, list[str]]:
+    """Return which outputs of an interpreted kernel break the ratio rule, and by how much.
+
+    The max and RMS error may be FACTOR times the error of the plain reference in the same dtype, or the floor.
+    terms: the minimum size of an output's terms. If they cancel, the output is smaller than their rounding, and the
+        plain reference may be exact by luck.
+    softcap: not None if the second output is a logsumexp, whose floor is the documented error of 1e-7 softcap of the
+        kernel's "fast" softcap: lost in fp16 weights, but lse is fp32 in both.
+    Raises AssertionError if an output differs from the plain one in shape or dtype, is strided, or is not finite.
+    """
+    broken: dict[int, list[str]] = {}
+    for i, (ours, theirs, exact) in enumerate(zip(found, plain, oracle, strict=True)):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), i
+        assert ours.is_contiguous(), i
+        assert ours.isfinite().all(), i
+        if not ours.numel():
+            continue
+        size = exact.double().abs().max().item(), exact.double().square().mean().sqrt().item()
+        floors = [FLOOR[ours.dtype] * largest((s, terms)) for s in size]
+        if i == 1 and softcap is not None:
+            floors = [4e-7 * largest((4.0, softcap))]
+        for kind, e, p, floor in zip(("max", "rms"), error(ours, exact), error(theirs, exact), floors):
+            allowed = largest((FACTOR * p, floor))
+            # An infinite bound comes from a plain formula that overflowed: it bounds nothing.
+            if not e <= allowed < math.inf:
+                broken.setdefault(i, []).append(f"{kind} error {e:.1e}, allowed {allowed:.1e}")
+    return broken

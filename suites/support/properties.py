@@ -1,4 +1,4 @@
-"""Settings of property tests: fixed examples in a lane, fresh ones at night."""
+"""Settings of property tests."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 
 from hypothesis import HealthCheck, Phase, settings
 
+# The same few examples in every run.
+quick = settings(derandomize=True, max_examples=15, deadline=None)
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-# Compiling and training take longer than Hypothesis expects of an example.
+# Fixed examples in a lane, fresh ones at night. Compiling and training take longer than Hypothesis expects of one.
 examples = settings(
     derandomize=not NIGHTLY,
     max_examples=100 if NIGHTLY else 15,

@@ -15,7 +15,7 @@ import pytest
 
 from bumpgate.process.gpu_shares import untimed
 from suites.cache.layers import cold_layers, new_code
-from suites.kernels.first_call import keep
+from suites.kernels.model_shapes import keep
 from suites.support.child import ENVIRONMENT, run_json
 from suites.support.lanes import Lane, lanes
 from suites.support.shared import made_once

@@ -30,12 +30,9 @@ REAL = (
 )
 # One function of c10, as torch 2.11 and torch 2.13 declare it; each has only its own.
 BY_TORCH = {
-    "2.11": (
-        "materialize_cow_storage(StorageImpl&)",
-        "materialize_cow_storage(*(c10::StorageImpl*)argument)",
-    ),
+    "2.11": ("materialize_cow_storage(StorageImpl&)", "materialize_cow_storage(*(c10::StorageImpl*)argument)"),
     "2.13": ("materialize_cow(StorageImpl*)", "materialize_cow((c10::StorageImpl*)argument)"),
-}
+}  # fmt: skip
 OTHER_TORCH = {
     torch: (
         f"namespace c10 {{ struct StorageImpl; namespace impl::cow {{ void {declared}; }} }}",
@@ -71,20 +68,12 @@ def build(
     includes = [TORCH / "include", TORCH / "include/torch/csrc/api/include", sysconfig.get_path("include")]
     command = [
         *shlex.split(os.environ.get("CXX", "g++")),
-        "-std=c++20",
-        "-O0",
-        "-fPIC",
-        "-shared",
-        "-x",
-        "c++",
-        "-",
+        *shlex.split("-std=c++20 -O0 -fPIC -shared -x c++ -"),
     ]
     command += [f"-I{path}" for path in includes] + [*flags, "-o", str(extension), f"-L{TORCH / 'lib'}"]
-    command += ["-Wl,--no-as-needed", "-ltorch_python", "-ltorch_cpu", "-lc10", "-Wl,--allow-shlib-undefined"]
-    code, body = source
-    subprocess.run(
-        command, input=MODULE.format(code=code, body=body), text=True, check=True, capture_output=True
-    )
+    command += shlex.split("-Wl,--no-as-needed -ltorch_python -ltorch_cpu -lc10 -Wl,--allow-shlib-undefined")
+    code = MODULE.format(code=source[0], body=source[1])
+    subprocess.run(command, input=code, text=True, check=True, capture_output=True)
     flags_line = "sys.setdlopenflags(os.RTLD_LAZY)\n" if lazy else ""
     (package / "__init__.py").write_text(f"import os, sys, torch\n{flags_line}from {name}._C import run\n")
     label(site, name, version)
@@ -95,12 +84,7 @@ def label(site: Path, name: str, version: str, *requires: str) -> None:
     """Write the metadata that an installer records for a wheel: its name, version and files."""
     info = site / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
-    lines = [
-        "Metadata-Version: 2.1",
-        f"Name: {name}",
-        f"Version: {version}",
-        *(f"Requires-Dist: {r}" for r in requires),
-    ]
-    (info / "METADATA").write_text("\n".join(lines) + "\n")
+    required = "".join(f"Requires-Dist: {r}\n" for r in requires)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{required}")
     files = [path.relative_to(site) for path in (site / name).rglob("*") if path.is_file()]
     (info / "RECORD").write_text("".join(f"{path},,\n" for path in files))

@@ -10,12 +10,10 @@ from __future__ import annotations
 import sys
 
 from bumpgate.process.child import token
+from suites.kernels.model_shapes import ratios_of
 from suites.kernels.peer_tuning import tuned_case
 from suites.ops import timed_cases
-from suites.ops.spec import BF16
-from suites.support.comparison import doubled, error_ratio, gradients
 from suites.support.gpu_memory import claimed
-from suites.support.operands import OperandsIn
 from suites.support.reduce import largest
 
 # As in suites/kernels/test_peers.py: a peer rounds more than the plain formula; this only detects a wrong function.
@@ -27,11 +25,7 @@ def error_ratios(name: str, B: int) -> list[float]:
     case = tuned_case(name, B)
     if case.peer is None:
         raise KeyError(name)
-    exact = gradients(case.reference, *doubled(case.inputs))
-    with OperandsIn(BF16):
-        plain = gradients(case.reference, *case.inputs)
-    found = gradients(case.peer, *case.inputs)
-    return [error_ratio(*three) for three in zip(found, plain, exact, strict=True)]
+    return ratios_of(case, case.peer)[1][0]
 
 
 def main(argument: str) -> int:

@@ -88,14 +88,11 @@ def test_extension_built_for_this_torch_passes(
     torch_symbols = {s for s in extension.undefined if abi.TORCH_SYMBOL.match(s)}
     assert {"libtorch_cpu.so", "libc10.so"} <= set(extension.needed)
     assert runs("fake_real", interpreter) == runs("fake_twin", interpreter) == []
+    found = len(faults("fake_real", installed)) + len(faults("fake_twin", installed))
     row.count(
-        "wheels/extension-of-this-torch/audit_faults",
-        len(faults("fake_real", installed)) + len(faults("fake_twin", installed)),
-        unit="faults",
-        expected=0,
-        rule="C39",
+        "wheels/extension-of-this-torch/audit_faults", found, unit="faults", expected=0, rule="C39",
         seen=torch_symbols,
-    )
+    )  # fmt: skip
 
 
 @planted(
@@ -107,23 +104,15 @@ def test_call_of_a_missing_torch_function_is_reported(
 ) -> None:
     assert imports("fake_symbol", interpreter)
     found = faults("fake_symbol", installed)
-    lacking = LACKING[OTHER]
-    assert found["symbols"].symbols == (lacking,)
-    assert (
-        f"_C.so calls what torch {installed.torch_version} does not have: {lacking}"
-        == found["symbols"].reason
-    )
+    assert found["symbols"].symbols == (LACKING[OTHER],)
+    missing = f"_C.so calls what torch {installed.torch_version} does not have: {LACKING[OTHER]}"
+    assert found["symbols"].reason == missing
     (ran,) = runs("fake_symbol", interpreter)
     assert "exit 127: " in ran.reason
     assert "undefined symbol" in ran.reason
     row.count(
-        "wheels/extension-of-another-torch/audit_faults",
-        len(found),
-        unit="faults",
-        expected=1,
-        rule="C39",
-        seen=1,
-    )
+        "wheels/extension-of-another-torch/audit_faults", len(found), unit="faults", expected=1, rule="C39", seen=1
+    )  # fmt: skip
 
 
 @planted(

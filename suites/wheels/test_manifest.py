@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -46,14 +47,9 @@ def test_installed_packages_match_the_adopted_set(lane: Lane, row) -> None:
         for m in mismatches(chosen.row, found)
     ]
     row.count(
-        "wheels/manifest/mismatches",
-        len(differences),
-        unit="packages",
-        expected=0,
-        rule="C39",
-        seen=chosen.facts,
-        evidence=[f"compared with {chosen.source}", *differences],
-    )
+        "wheels/manifest/mismatches", len(differences), unit="packages", expected=0, rule="C39",
+        seen=chosen.facts, evidence=[f"compared with {chosen.source}", *differences],
+    )  # fmt: skip
 
 
 @lanes("cpu")
@@ -61,13 +57,8 @@ def test_every_environment_of_the_stack_is_declared(lane: Lane) -> None:
     contexts = [LaneContext(ROOT, name) for name in LANES]
     assert all(context.adopted.torch for context in contexts)
     past = {name: found for lane in LANES.values() for name, found in packages.history(lane).items()}
-    assert {str(found.torch) for found in past.values()} >= {
-        "==2.12.0.dev20260304+cu130",
-        "==2.10.0+cu128",
-        "==2.10.0+cu130",
-        "==2.9.0a0+git21fec65",
-        "==2.11.0a0+git7afdbae",
-    }
+    stack = f"{NIGHTLY} 2.10.0+cu128 2.10.0+cu130 2.9.0a0+git21fec65 2.11.0a0+git7afdbae"
+    assert {str(found.torch) for found in past.values()} >= {f"=={version}" for version in stack.split()}
     rows = [*past.values(), *(context.packages for context in contexts)]
     libtpu = {str(row.packages["libtpu"]) for row in rows if "libtpu" in row.packages}
     assert libtpu >= {"==0.0.36", "==0.0.37.dev20260224", "==0.0.23.1"}
@@ -103,22 +94,20 @@ def test_development_build_belongs_to_the_coming_release(lane: Lane) -> None:
     assert packages.satisfies("2.13.0+cpu", SpecifierSet("==2.13.0"))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("2.8.3+cu130torch2.10", Label(Version("2.10"), "13.0")),
-        (
-            "flash_attn-2.8.3+cu12torch2.8cxx11abiTRUE-cp312-cp312-linux_x86_64.whl",
-            Label(Version("2.8"), "12", True),
-        ),
-        ("x-1%2Bcu126torch2.9.1cxx11abiFALSE-py3-none-any.whl", Label(Version("2.9.1"), "12.6", False)),
-        ("2.9.0+gitc04e61c", Label()),
-        ("1.7.0", Label()),
-    ],
-)
+LABELS = {
+    "2.8.3+cu130torch2.10": Label(Version("2.10"), "13.0"),
+    "flash_attn-2.8.3+cu12torch2.8cxx11abiTRUE-cp312-cp312-linux_x86_64.whl": Label(
+        Version("2.8"), "12", True
+    ),
+    "x-1%2Bcu126torch2.9.1cxx11abiFALSE-py3-none-any.whl": Label(Version("2.9.1"), "12.6", False),
+    "2.9.0+gitc04e61c": Label(),
+    "1.7.0": Label(),
+}
+
+
 @lanes("cpu")
-def test_version_label_is_parsed(lane: Lane, text: str, expected: Label) -> None:
-    assert label(text) == expected
+def test_version_label_is_parsed(lane: Lane) -> None:
+    assert {text: label(text) for text in LABELS} == LABELS
 
 
 ROW = PackageSet(
@@ -137,27 +126,23 @@ def inventory(python="3.12.3", torch="2.11.0+cu130", **packages: str | Distribut
     )
 
 
-@pytest.mark.parametrize(
-    ("found", "package"),
-    [
-        (inventory(), None),
-        (inventory(python="3.11.7"), "python"),
-        (inventory(torch="2.11.0+cu128"), "torch"),
-        (inventory(torch="2.12.0.dev20260304+cu130"), "torch"),
-        (inventory(torch=""), "torch"),
-        (inventory(triton="3.7.1"), "triton"),
-        (inventory(triton=""), "triton"),
-        (inventory(**{"flash-attn": "2.8.3+cu130torch2.10"}), "flash-attn"),
-        (inventory(**{"flash-attn": ""}), "flash-attn"),
-        (inventory(**{"flash-attn": Distribution("flash-attn", "2.8.3", sha256="b" * 64)}), "flash-attn"),
-    ],
-)
+MISMATCHES = [
+    ({}, []),
+    ({"python": "3.11.7"}, ["python"]),
+    *(({"torch": torch}, ["torch"]) for torch in ("2.11.0+cu128", "2.12.0.dev20260304+cu130", "")),
+    *(({"triton": triton}, ["triton"]) for triton in ("3.7.1", "")),
+    *(({"flash-attn": fa}, ["flash-attn"]) for fa in ("2.8.3+cu130torch2.10", "")),
+    ({"flash-attn": Distribution("flash-attn", "2.8.3", sha256="b" * 64)}, ["flash-attn"]),
+]
+
+
+@pytest.mark.parametrize(("found", "expected"), MISMATCHES)
 @planted(
     "C39", "another python, torch, triton or kernel wheel than adopted, and another file of the same version"
 )
 @lanes("cpu")
-def test_mismatch_is_reported(lane: Lane, found: Inventory, package: str | None) -> None:
-    assert [m.package for m in mismatches(ROW, found)] == ([package] if package else [])
+def test_mismatch_is_reported(lane: Lane, found: dict[str, Any], expected: list[str]) -> None:
+    assert [m.package for m in mismatches(ROW, inventory(**found))] == expected
 
 
 LOCK = """lock-version = "1.0"
@@ -227,52 +212,30 @@ CPU_LOCK = Lock(
 )
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        ('source = "here"\n', "", "history.old: the field 'source' is missing"),
-        ('source = "here"', "source = 3", "history.old: source must be a string, got 3"),
-        (
-            'source = "here"',
-            'sorce = "x"\nsource = "y"',
-            "history.old: unknown field 'sorce'; fields: source",
-        ),
-        ('source = "here"', 'parked = 1\nsource = "y"', "history.old: parked must be true or false, got 1"),
-        (
-            '"==2.9.0"',
-            '"2.9.0"',
-            "history.old.torch: invalid PEP 440 specifier '2.9.0' (expected e.g. ==2.13.0)",
-        ),
-        ('python = ">=3.10"\n[', 'python = ">=three"\n[', "python: invalid PEP 440 specifier '>=three'"),
-        ('torch = "2.13.0"', 'torch = "new"', "wheels.fast.torch: invalid PEP 440 version 'new'"),
-        ('torch = "2.13.0"\n', "", "wheels.fast: the field 'torch' is missing"),
-        (
-            'torch = "2.13.0"',
-            'torch = "2.13.0"\nsha256 = "12"',
-            "wheels.fast: sha256 must be 64 hexadecimal digits",
-        ),
-        (
-            'torch = "2.13.0"',
-            'torch = "2.13.0"\npatch = "../fast.patch"',
-            "wheels.fast: patch must be the name of a file next to lane.toml, got '../fast.patch'",
-        ),
-        (
-            'torch = "2.13.0"',
-            'torch = "2.12.0"',
-            "fast: its label names torch 2.13, it was built against 2.12.0",
-        ),
-        ("torch2.13", "torch2.12", "fast: its label names torch 2.12, it was built against 2.13.0"),
-        ('device = "cpu"', 'device = "tpu"', "wheels.fast.smoke: device must be cpu or cuda, got 'tpu'"),
-        (
-            'cases = ["1"]',
-            "cases = []",
-            "wheels.fast.smoke: command and cases must be non-empty lists of strings",
-        ),
-        ("python", "without = [1]\npython", "without must be a list of strings, got [1]"),
-        ("python", 'without = "x"\npython', "without must be a list of strings, got 'x'"),
-        ("[wheels.fast]", "[other]\nfast = 1\n[wheels.fast]", "unknown field 'other'"),
-    ],
-)
+# Replaced text of GOOD, its replacement, and words of the error.
+BAD = [
+    ('source = "here"\n', "", "history.old: the field 'source' is missing"),
+    ('source = "here"', "source = 3", "history.old: source must be a string, got 3"),
+    ('source = "here"', 'sorce = "x"\nsource = "y"', "history.old: unknown field 'sorce'; fields: source"),
+    ('source = "here"', 'parked = 1\nsource = "y"', "history.old: parked must be true or false, got 1"),
+    ('"==2.9.0"', '"2.9.0"', "history.old.torch: invalid PEP 440 specifier '2.9.0' (expected e.g. ==2.13.0)"),
+    ('python = ">=3.10"\n[', 'python = ">=three"\n[', "python: invalid PEP 440 specifier '>=three'"),
+    ('torch = "2.13.0"', 'torch = "new"', "wheels.fast.torch: invalid PEP 440 version 'new'"),
+    ('torch = "2.13.0"\n', "", "wheels.fast: the field 'torch' is missing"),
+    ('torch = "2.13.0"', 'torch = "2.13.0"\nsha256 = "12"', "wheels.fast: sha256 must be 64 hexadecimal digits"),
+    ("[wheels.fast.smoke]", 'patch = "../a"\n[wheels.fast.smoke]',
+     "wheels.fast: patch must be the name of a file next to lane.toml, got '../a'"),
+    ('torch = "2.13.0"', 'torch = "2.12.0"', "fast: its label names torch 2.13, it was built against 2.12.0"),
+    ("torch2.13", "torch2.12", "fast: its label names torch 2.12, it was built against 2.13.0"),
+    ('device = "cpu"', 'device = "tpu"', "wheels.fast.smoke: device must be cpu or cuda, got 'tpu'"),
+    ('cases = ["1"]', "cases = []", "wheels.fast.smoke: command and cases must be non-empty lists of strings"),
+    ("python", "without = [1]\npython", "without must be a list of strings, got [1]"),
+    ("python", 'without = "x"\npython', "without must be a list of strings, got 'x'"),
+    ("[wheels.fast]", "[other]\nfast = 1\n[wheels.fast]", "unknown field 'other'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "words"), BAD)
 @planted("C39", "kernel wheels with a wrong field, version or label")
 @lanes("cpu")
 def test_bad_declaration_is_a_one_line_error(

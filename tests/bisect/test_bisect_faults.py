@@ -95,7 +95,7 @@ def test_bad_bisect_options_are_refused_before_install(
     ("selection", "words"),
     [
         (("tests/core/test_rows.py",), "selects no test of lane cpu"),
-        (("suites/kernels/test_moe_combine.py", "-k", "nothing_like_it"), "selects no test of lane cpu"),
+        (("suites/kernels/test_moe.py", "-k", "nothing_like_it"), "selects no test of lane cpu"),
         (("suites/none.py",), "file or directory not found: suites/none.py"),
     ],
     ids=str,

@@ -19,7 +19,7 @@ import pytest
 from bumpgate.plugin.assignment import TestByTest, pytest_xdist_make_scheduler
 from bumpgate.plugin.scheduling import unit
 from bumpgate.process.locks import lock_file, locked, try_lock
-from suites.kernels.first_call import keep
+from suites.kernels.model_shapes import keep
 from suites.support import gpu_memory
 from suites.support.gpu_memory import LOCKS, held
 from tests.support.tree import ROOT

@@ -16,7 +16,7 @@ from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
 from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.process.host import OWN_VARIABLES, PARENT
-from suites.kernels import model_shapes, peer_tuning, speed
+from suites.kernels import model_shapes, peer_tuning
 from suites.ops import specs, timed_cases
 from suites.ops.spec import Timed, Work, Workload
 from suites.support import absent
@@ -141,15 +141,15 @@ def test_speeds_are_measured_without_the_peer(
     attention_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("floor_milliseconds", 1.0), ("copy_rate", 1e12), ("matmul_rate", 1e12)):
-        monkeypatch.setattr(speed, name, lambda *_, value=value: value)
-    monkeypatch.setattr(speed, "milliseconds", lambda call: Timing(1.0, 0.9, 1.1))
+        monkeypatch.setattr(model_shapes, name, lambda *_, value=value: value)
+    monkeypatch.setattr(model_shapes, "milliseconds", lambda call: Timing(1.0, 0.9, 1.1))
     rows: list[str] = []
     recorder = mock.Mock()
     for verb in (recorder.timed, recorder.cost, recorder.bound):
         verb.side_effect = lambda id, *_, **__: rows.append(id)
-    speed.SpeedRows(recorder)("attention-P64", peer_tuning.tuned_case("attention-P64", 1))
+    model_shapes.report_speed(recorder, "attention-P64", peer_tuning.tuned_case("attention-P64", 1))
     metrics = ("milliseconds", "roofline_fraction")
-    assert rows == [f"kernels/attention-P64/{way}_{metric}" for way in speed.WAYS for metric in metrics]
+    assert rows == [f"kernels/attention-P64/{way}_{metric}" for way in model_shapes.WAYS for metric in metrics]
 
 
 def test_installed_but_broken_peer_raises(attention_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,25 @@
-"""Triton's cache and the assembler (ptxas): which one compiled the code of a cached kernel."""
+"""Triton's cache and the assembler (ptxas): which one compiled the code of a cached kernel.
+
+`python -m suites.kernels.codegen.test_assembler [VARIABLE=PATH ...]` is one process of the check: it compiles a kernel
+for an H200 on the TRITON_CACHE_DIR of its environment. With arguments it first compiles another kernel, and then sets
+these environment variables: torch 2.9 to 2.11 for CUDA 13 set TRITON_PTXAS_PATH to their own ptxas when they first
+compile (pytorch#163988).
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import sys
 from pathlib import Path
 
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource, CompiledKernel
 
-from suites.support.child import run_json
+from suites.support.child import print_result, run_json
 from suites.support.lanes import Lane, lanes
 
 KEPT = "triton>=3.6,<3.10"
@@ -17,6 +30,33 @@ ANOTHER = """#!/bin/sh
 if [ "$1" = --version ]; then exec {path} --version | sed 's/V1/V9/'; fi
 exec {path} --opt-level 1 "$@"
 """
+
+
+@triton.jit
+def _first_kernel(x_ptr):
+    tl.store(x_ptr, 1.0)
+
+
+@triton.jit
+def _later_kernel(x_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    tl.store(x_ptr + i, tl.exp(x) * tl.sin(x) / (x + 3))
+
+
+def compiled(kernel: object, **constants: int) -> CompiledKernel:
+    names = dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, {"x_ptr": "*fp32", **names}, constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32))
+
+
+def main(variables: list[str]) -> dict[str, str]:
+    """Compile the later kernel. Returns its key in Triton's cache and the SHA-256 of its machine code."""
+    if variables:
+        compiled(_first_kernel)
+        os.environ.update(dict(text.split("=", 1) for text in variables))
+    later = compiled(_later_kernel, N=256)
+    return {"key": later.metadata.hash, "code": hashlib.sha256(later.asm["cubin"]).hexdigest()}
 
 
 @lanes("cpu")
@@ -31,15 +71,17 @@ def test_cache_key_names_the_assembler_that_compiled(lane: Lane, tmp_path: Path,
     another.write_text(ANOTHER.format(path=own))
     another.chmod(0o755)
 
-    def compiled(cache: str, assembler: str, *switched: str) -> dict[str, str]:
+    def child(cache: str, assembler: str, *switched: str) -> dict[str, str]:
         environment = dict.fromkeys(VARIABLES, assembler) | {"TRITON_CACHE_DIR": str(tmp_path / cache)}
-        return run_json("suites.kernels.codegen.assembler", *switched, environment=environment, timeout=100)
+        return run_json(
+            "suites.kernels.codegen.test_assembler", *switched, environment=environment, timeout=100
+        )
 
-    first, other = compiled("first", own), compiled("other", str(another))
+    first, other = child("first", own), child("other", str(another))
     assert first["code"] != other["code"], "the other assembler was not used"
     assert first["key"] != other["key"], "the key of a process does not name its assembler"
-    compiled("switched", own, *(f"{name}={another}" for name in VARIABLES))
-    loaded = compiled("switched", own)
+    child("switched", own, *(f"{name}={another}" for name in VARIABLES))
+    loaded = child("switched", own)
     assert loaded["key"] == first["key"]
     row.defect(
         "kernels/control/code_of_another_assembler",
@@ -52,3 +94,7 @@ def test_cache_key_names_the_assembler_that_compiled(lane: Lane, tmp_path: Path,
         evidence=[f"{name}: key {found['key'][:8]}, code {found['code'][:8]}" for name, found in
                   (("first", first), ("other", other), ("loaded", loaded))],
     )  # fmt: skip
+
+
+if __name__ == "__main__":
+    print_result(main(sys.argv[1:]))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +24,11 @@ from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
 from kernels.ssd_chunk_scan.eager import ssd_chunk_scan_eager
-from kernels.ssd_chunk_scan.naive import ssd_chunk_scan_step
+from kernels.ssd_chunk_scan.naive import SsdInputs, ssd_chunk_scan_step
 from kernels.ssd_chunk_scan.upstream import INSTALL, load, ssd_chunk_scan_upstream
-from suites.kernels.interpret.ratio import outside
 from suites.ops.spec import INTERPRETED_DTYPES as DTYPES
 from suites.ops.ssd_chunk_scan import make_inputs
-from suites.support.comparison import doubled, gradients
+from suites.support.comparison import doubled, gradients, outside
 from suites.support.lanes import Lane, lanes
 from suites.support.operands import OperandsIn
 
@@ -88,11 +88,14 @@ def broken(
     """Return violations of the ratio rule in (y, final state, gradients of the inputs) of `launch`."""
     *inputs, given = make_op_inputs(dtype, starts)
     inputs.append(given if state else torch.zeros_like(given))
-    chunk_size = SIZES[-1]
-    exact = gradients(ssd_chunk_scan_eager, *doubled(inputs), chunk_size=chunk_size)
+
+    def results(scan: Callable[..., Sequence[Tensor]], given: Sequence[Tensor]) -> list[Tensor]:
+        return gradients(lambda *tensors: scan(SsdInputs(*tensors[:-1]), tensors[-1], SIZES[-1]), *given)
+
+    exact = results(ssd_chunk_scan_eager, doubled(inputs))
     with OperandsIn(dtype) if dtype == torch.float16 else nullcontext():
-        plain = gradients(ssd_chunk_scan_eager, *inputs, chunk_size=chunk_size)
-    return outside(gradients(launch, *inputs, chunk_size=chunk_size), plain, exact)
+        plain = results(ssd_chunk_scan_eager, inputs)
+    return outside(results(launch, inputs), plain, exact)
 
 
 @lanes("cpu")
@@ -104,9 +107,8 @@ def test_scan_meets_error_ratio_rule(lane: Lane, dtype: str, case: str) -> None:
 
 @lanes("cpu")
 def test_error_ratio_rule_rejects_document_leaks(lane: Lane) -> None:
-    def leaking(*inputs: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
-        *others, doc_ids, state = inputs
-        return ssd_chunk_scan_upstream(*others, torch.zeros_like(doc_ids), state, chunk_size)
+    def leaking(i: SsdInputs, *rest: Any) -> tuple[Tensor, Tensor]:
+        return ssd_chunk_scan_upstream(i._replace(doc_ids=torch.zeros_like(i.doc_ids)), *rest)
 
     assert broken(leaking, torch.float32, *CASES["documents"])
 
@@ -114,17 +116,17 @@ def test_error_ratio_rule_rejects_document_leaks(lane: Lane) -> None:
 @lanes("cpu")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_step_meets_error_ratio_rule(lane: Lane, dtype: str) -> None:
-    x, dt, A, Bmat, Cmat, D, _, state = make_op_inputs(DTYPES[dtype])
-    inputs = (x[:, 0], dt[:, 0], A, Bmat[:, 0], Cmat[:, 0], D, state)
-    exact, plain = ssd_chunk_scan_step(*doubled(inputs)), ssd_chunk_scan_step(*inputs)
+    inputs = of_a_token(DTYPES[dtype])
+    exact, plain = (
+        ssd_chunk_scan_step(SsdInputs(*tensors[:-1]), tensors[-1]) for tensors in (doubled(inputs), inputs)
+    )
     assert not outside(upstream_step(*inputs), plain, exact)
 
 
 @lanes("cpu")
 def test_step_without_a_bias(lane: Lane, row) -> None:
     """Defect present: without a bias, the default, the step reads the strides of None. Workaround: a bias of zeros."""
-    x, dt, A, Bmat, Cmat, D, _, state = make_op_inputs(torch.float32)
-    inputs = (x[:, 0], dt[:, 0], A, Bmat[:, 0], Cmat[:, 0], D, state)
+    inputs = of_a_token(torch.float32)
     signature = ""
     try:
         found, expected = upstream_step(*inputs, biased=False), upstream_step(*inputs)
@@ -134,15 +136,17 @@ def test_step_without_a_bias(lane: Lane, row) -> None:
         if "NoneType" not in signature:
             raise
     row.defect(
-        "kernels/upstream_ssd_step/no_bias_refused",
-        bool(signature),
-        known_in=STRIDES_OF_NONE,
+        "kernels/upstream_ssd_step/no_bias_refused", bool(signature), known_in=STRIDES_OF_NONE,
         reason="selective_state_update reads the strides of dt_bias also where it is None "
-        "(mamba_ssm/ops/triton/selective_state_update.py)",
-        witness=len(inputs),
-        rule="C36",
+        "(mamba_ssm/ops/triton/selective_state_update.py)", witness=len(inputs), rule="C36",
         evidence=[signature] if signature else [],
-    )
+    )  # fmt: skip
+
+
+def of_a_token(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return the inputs of `ssd_chunk_scan_step` in their order, the state last."""
+    x, dt, A, Bmat, Cmat, D, _, state = make_op_inputs(dtype)
+    return x[:, 0], dt[:, 0], A, Bmat[:, 0], Cmat[:, 0], D, state
 
 
 def upstream_step(
