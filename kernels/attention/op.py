@@ -6,11 +6,7 @@ B batch, T tokens, Hq query heads, Hkv key/value heads, P head dim.
 import torch
 from torch import Tensor
 
-from kernels.attention.eager import (
-    attention_backward_eager,
-    attention_eager,
-    attention_forward_with_lse,
-)
+from kernels.attention.eager import attention_backward_eager, attention_eager, attention_forward_with_lse
 from kernels.attention.naive import attention_naive
 from kernels.attention.upstream import attention_fa4, attention_flex, attention_sdpa, attention_upstream
 from kernels.op_support import (

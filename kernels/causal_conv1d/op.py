@@ -5,11 +5,7 @@ B batch, T tokens, D channels, W conv width.
 
 from torch import Tensor
 
-from kernels.causal_conv1d.eager import (
-    ACTIVATIONS,
-    causal_conv1d_backward_eager,
-    causal_conv1d_eager,
-)
+from kernels.causal_conv1d.eager import ACTIVATIONS, causal_conv1d_backward_eager, causal_conv1d_eager
 from kernels.causal_conv1d.naive import causal_conv1d_naive
 from kernels.causal_conv1d.upstream import causal_conv1d_upstream
 from kernels.op_support import (

@@ -17,11 +17,7 @@ from kernels.dsa_indexer.eager import (
     dsa_indexer_eager,
     dsa_loss_eager,
 )
-from kernels.dsa_indexer.naive import (
-    dsa_attention_naive,
-    dsa_chosen_scores_naive,
-    dsa_distribution_naive,
-)
+from kernels.dsa_indexer.naive import dsa_attention_naive, dsa_chosen_scores_naive, dsa_distribution_naive
 from kernels.op_support import (
     autocast_disabled,
     bind_shapes,

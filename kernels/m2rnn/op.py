@@ -8,14 +8,7 @@ from torch import Tensor
 
 from kernels.m2rnn.eager import m2rnn_backward_eager, m2rnn_eager, m2rnn_forward_with_states
 from kernels.m2rnn.naive import m2rnn_recurrent
-from kernels.op_support import (
-    autocast_disabled,
-    bind_shapes,
-    check_impl,
-    check_scan,
-    opaque_op,
-    resolve_impl,
-)
+from kernels.op_support import autocast_disabled, bind_shapes, check_impl, check_scan, opaque_op, resolve_impl
 
 
 @opaque_op("kernels.m2rnn.kernel:m2rnn_fwd_kernel")

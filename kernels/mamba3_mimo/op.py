@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.mamba3_mimo.eager import mamba3_mimo_backward_eager, mamba3_mimo_eager
-from kernels.mamba3_mimo.naive import (
-    Mamba3MimoInputs,
-    Mamba3MimoState,
-    mamba3_mimo_recurrent,
-    zero_state,
-)
+from kernels.mamba3_mimo.naive import Mamba3MimoInputs, Mamba3MimoState, mamba3_mimo_recurrent, zero_state
 from kernels.mamba3_mimo.upstream import mamba3_mimo_upstream
 from kernels.op_support import (
     WITH_PEER,

@@ -3,10 +3,4 @@
 from kernels.mla.eager import mla_absorbed_eager, mla_backward_eager, mla_eager
 from kernels.mla.op import mla, mla_absorbed
 
-__all__ = [
-    "mla",
-    "mla_absorbed",
-    "mla_absorbed_eager",
-    "mla_backward_eager",
-    "mla_eager",
-]
+__all__ = ["mla", "mla_absorbed", "mla_absorbed_eager", "mla_backward_eager", "mla_eager"]

@@ -7,12 +7,7 @@ of the values.
 import torch
 from torch import Tensor
 
-from kernels.mla.eager import (
-    mla_absorbed_eager,
-    mla_backward_eager,
-    mla_eager,
-    mla_forward_with_lse,
-)
+from kernels.mla.eager import mla_absorbed_eager, mla_backward_eager, mla_eager, mla_forward_with_lse
 from kernels.mla.naive import mla_naive
 from kernels.op_support import (
     autocast_disabled,

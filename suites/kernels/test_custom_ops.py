@@ -71,10 +71,7 @@ FAULTS: dict[str, dict[str, Callable[..., Any]]] = {
     "a fake of another shape": {"_abstract_fn": lambda x, *_: x.new_empty(x.shape[0], x.shape[1] + 1)},
     "a fake of another dtype": {"_abstract_fn": lambda x, *_: x.new_empty(x.shape, dtype=torch.float64)},
     "a fake of other strides": {"_abstract_fn": lambda x, *_: x.new_empty(x.shape[::-1]).mT},
-    "a result that is its input": {
-        "rms_norm_gated_eager": lambda x, *_: x,
-        "contiguous_clone": lambda t: t,
-    },
+    "a result that is its input": {"rms_norm_gated_eager": lambda x, *_: x, "contiguous_clone": lambda t: t},
     "an input that is changed": {"rms_norm_gated_eager": lambda x, *_: x.mul_(2)},
 }
 HOLDERS = {"_abstract_fn": norm.rms_norm_gated_fwd, "contiguous_clone": op_support}

@@ -203,7 +203,6 @@ SPEC = spec.OpSpec(
             op=attention,
             inputs=spec.naming(NAMES, make_inputs, B=4),
             cases={name: spec.Case(options=options) for name, options in CASES.items()},
-            id="kernels/attention-{lane}-{dtype}",
             faults=spec.DROPPED_RESET,
             bound=rounding_bound,
             wrong={

@@ -132,7 +132,6 @@ SPEC = spec.OpSpec(
             op=causal_conv1d,
             inputs=spec.naming(NAMES, make_inputs, D=64),
             cases={f"width {W}": spec.Case({"W": W}) for W in (2, 3, 4)},
-            id="kernels/causal_conv1d-{lane}-{dtype}",
             rows={"forward_error_ratio": 2.0, "gradient_error_ratio": 2.0},
             faults=spec.DROPPED_RESET,
             bound=rounding_bound,

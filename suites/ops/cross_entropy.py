@@ -176,7 +176,6 @@ SPEC = spec.OpSpec(
                 for V, scale in ((5000, 1.0), (5000, 8.0), (37, 2.0))
                 for softcap in (0.0, 15.0, 50.0, 3.0)
             },
-            id="kernels/cross_entropy-{lane}-{dtype}",
             faults={"no softcap": spec.changed(softcap=0.0)},
             bound=rounding_bound,
             wrong={
@@ -188,9 +187,7 @@ SPEC = spec.OpSpec(
         )
     },
     golden=spec.Golden(
-        lambda: spec.by_name(NAMES, make_inputs()),
-        ("loss",),
-        partial(cross_entropy, softcap=3.0),
+        lambda: spec.by_name(NAMES, make_inputs()), ("loss",), partial(cross_entropy, softcap=3.0)
     ),
     timed={
         "cross_entropy-V65536": spec.Timed(partial(workload, softcap=0.0), 16),

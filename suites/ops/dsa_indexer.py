@@ -330,7 +330,6 @@ SPEC = spec.OpSpec(
                 "wide heads": spec.Case({"P": 128, "T": 70, "K": 40}, {"softcap": 2.0}),
                 **{name: spec.Case(options=options) for name, options in CASES.items()},
             },
-            id="kernels/dsa_indexer-{lane}-{dtype}",
             faults={
                 "a key of another document": spec.changed(indices=leaked_key),
                 "a chosen key lost": spec.changed(indices=lost_key),
@@ -349,7 +348,6 @@ SPEC = spec.OpSpec(
             op=dsa_chosen_scores,
             inputs=spec.naming(SCORES, make_score_inputs),
             seeds=8,
-            id="kernels/dsa_indexer-{lane}-{dtype}-scores",
             faults={
                 "a chosen key lost": spec.changed(indices=lost_key),
                 "choice of the query before": spec.changed(indices=of_query_before),
@@ -360,7 +358,6 @@ SPEC = spec.OpSpec(
             inputs=spec.naming(NAMES, make_inputs),
             cases={"softcap and scale": spec.Case(options=SCALED)},
             seeds=8,
-            id="kernels/dsa_indexer-{lane}-{dtype}-target",
             rows={"forward_error_ratio": 2.0},
             faults={"choice of the query before": spec.changed(indices=of_query_before)},
         ),

@@ -162,7 +162,6 @@ SPEC = spec.OpSpec(
             op=grouped_gemm,
             inputs=spec.naming(NAMES, make_inputs, counts=(0, 600, 3, 256, 0)),
             cases={name: spec.Case({"D_in": D_in, "D_out": D_out}) for name, (D_in, D_out) in DIMS.items()},
-            id="kernels/grouped_gemm-{lane}-{dtype}",
             faults={"rows of another expert": spec.changed(counts=lambda counts: counts.roll(1))},
             bound=rounding_bound,
             wrong={

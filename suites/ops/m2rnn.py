@@ -157,7 +157,6 @@ SPEC = spec.ScanSpec(
     rounding_32=1e-4,
     free=("W", "f", "h0"),
     comparisons=spec.scan_comparison(
-        "m2rnn",
         make_inputs,
         m2rnn,
         PER_TOKEN,

@@ -79,7 +79,6 @@ SPEC = spec.ScanSpec(
     # The plain formula is the whole row at once. The recurrence is not suitable: it adds its angles one by one, so that
     # neighbours share their errors, and in fp32 its y is 1.8 times as close as that of any parallel sum.
     comparisons=spec.scan_comparison(
-        "mamba3_mimo",
         make_inputs,
         partial(run, chunk_size=8),
         PER_TOKEN,

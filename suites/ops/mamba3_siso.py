@@ -282,7 +282,6 @@ SPEC = spec.ScanSpec(
     reordered=lambda inputs, y: 2 * rounding_bound(inputs) if y.dtype == torch.float32 else None,
     free=FREE,
     comparisons=spec.scan_comparison(
-        "mamba3_siso",
         make_inputs,
         partial(run, chunk_size=16),
         PER_TOKEN,

@@ -187,7 +187,6 @@ SPEC = spec.OpSpec(
                 "many blocks": spec.Case({"B": 1, "T": 1035, "H": 1}, {"softcap": 2.0}),
                 **{name: spec.Case(options=options) for name, options in CASES.items()},
             },
-            id="kernels/mla-{lane}-{dtype}",
             faults=spec.DROPPED_RESET,
             bound=rounding_bound,
             forms=[mla_absorbed],

@@ -124,7 +124,6 @@ SPEC = spec.OpSpec(
         "": spec.Comparison(
             op=moe_combine,
             inputs=spec.naming(NAMES, make_inputs, T=64, K=5, D=32, C=64),
-            id="kernels/moe_combine-{lane}-{dtype}",
             rows={"error_ratio": 2.0},
             faults={"bf16 weights": spec.changed(weights=lambda weights: weights.bfloat16().float())},
         )

@@ -129,7 +129,6 @@ SPEC = spec.OpSpec(
             op=partial(moe_dispatch, num_experts=E),
             inputs=spec.naming(NAMES, make_inputs, T=40, K=5, D=16),
             cases={"": spec.Case(options={"bucket": 32})},
-            id="kernels/moe_dispatch-{lane}-{dtype}",
             rows={"gradient_error_ratio": 2.0},
         )
     },

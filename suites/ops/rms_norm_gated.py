@@ -135,7 +135,6 @@ SPEC = spec.OpSpec(
             op=rms_norm_gated,
             inputs=spec.naming(NAMES, make_inputs),
             cases={name: spec.Case(options=chosen) for name, chosen in CASES.items()},
-            id="kernels/rms_norm_gated-{lane}-{dtype}",
             rows={"forward_error_ratio": 2.0, "gradient_error_ratio": 2.0},
             bound=rounding_bound,
             wrong={

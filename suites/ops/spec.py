@@ -127,7 +127,8 @@ class Comparison:
     inputs: the sizes of a case, dtype, device and seed -> inputs by name.
     cases: the last one is also run with each fault.
     seeds: how many draws of each case are pooled. The maximum of few errors is random.
-    id: the row's id without its metric, of {lane}, {dtype} ("bf16") and {torch} ("bfloat16").
+    id: of its rows without their metric, with {torch} for the dtype; "" for kernels/<op>-<lane>-<dtype>, followed
+        by the name of the comparison.
     rows: metric -> the largest ratio. Its first word selects the outputs or the gradients, any other word both.
     operands: on a GPU the plain formula for 16-bit inputs, whose products then have 16-bit operands, too.
     angles: indices of outputs that are equal up to full turns.
@@ -531,7 +532,6 @@ def bf16_state(scan: Scan, per_token: Sequence[str], state: Sequence[str]) -> Ca
 
 
 def scan_comparison(
-    op: str,
     make: Callable[..., Named],
     scan: Scan,
     per_token: Sequence[str],
@@ -545,7 +545,6 @@ def scan_comparison(
             op=scan,
             inputs=naming("", make, B=8),
             seeds=8,
-            id=f"kernels/{op}-{{lane}}-{{dtype}}",
             faults=DROPPED_RESET | {"bf16 state": bf16_state(scan, per_token, state)} | dict(faults),
             **more,
         )

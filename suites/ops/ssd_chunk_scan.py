@@ -179,7 +179,6 @@ SPEC = spec.ScanSpec(
     rounding_32=1e-5,
     free=("dt", "A", "D", "initial_state"),
     comparisons=spec.scan_comparison(
-        "ssd_chunk_scan",
         make_inputs,
         partial(run, chunk_size=16),
         PER_TOKEN,

@@ -123,12 +123,7 @@ def pooled(runs: Iterable[Named]) -> Named:
 
 
 def ratio_row(
-    row: Any,
-    id: str,
-    ratios: Mapping[str, float],
-    witness: int,
-    at_most: float,
-    evidence: Iterable[str] = (),
+    row: Any, id: str, ratios: Mapping[str, float], witness: int, at_most: float, evidence: Iterable[str] = ()
 ) -> None:
     """Report the largest of the named error ratios under the ratio rule, with all of them as evidence."""
     lines = [*(f"{name}: {ratio:.3f}" for name, ratio in ratios.items()), *evidence]

@@ -149,7 +149,9 @@ def test_speeds_are_measured_without_the_peer(
         verb.side_effect = lambda id, *_, **__: rows.append(id)
     model_shapes.report_speed(recorder, "attention-P64", peer_tuning.tuned_case("attention-P64", 1))
     metrics = ("milliseconds", "roofline_fraction")
-    assert rows == [f"kernels/attention-P64/{way}_{metric}" for way in model_shapes.WAYS for metric in metrics]
+    assert rows == [
+        f"kernels/attention-P64/{way}_{metric}" for way in model_shapes.WAYS for metric in metrics
+    ]
 
 
 def test_installed_but_broken_peer_raises(attention_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
