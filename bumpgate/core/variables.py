@@ -24,5 +24,4 @@ USERS = {
     "BUMPGATE_KERNELS": "folder of built kernel wheels; by default kernels/ in the home",
     "BUMPGATE_OBJECTS": "folder of compiled C++ kernels; empty disables it",
     "BUMPGATE_STORE": "folder of downloaded wheels; by default store/ in the home",
-    "BUMPGATE_UPSTREAM": "source tree of mamba_ssm whose kernels the codegen tier compiles",
 }

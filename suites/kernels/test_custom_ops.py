@@ -24,7 +24,7 @@ from kernels.rms_norm_gated import op as norm
 from suites.ops import op_names, specs
 from suites.ops.spec import Named, OpSpec
 from suites.support.comparison import outputs_of, random_weights
-from suites.support.custom_ops import EveryCall, check_op, turned
+from suites.support.custom_ops import EveryCall, check_op, strided, turned
 from suites.support.instruments import OpCheckError, OpDefinition, op_definitions
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
@@ -169,8 +169,8 @@ def programs() -> dict[str, tuple[OpSpec, Named, Callable[..., Any]]]:
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
-    "strided": lambda t: t.repeat_interleave(2, -1)[..., ::2],
-    "turned": lambda t: turned(t, 0, -1),
+    "strided": strided,
+    "turned": turned,
 }
 
 

@@ -16,14 +16,15 @@ from suites.support import canaries
 from suites.support.instruments import EveryOperator, op_calls
 
 
-def strided(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return copies with gaps between the values. No tensor is contiguous: an op may rely on no layout."""
-    return [t.repeat_interleave(2, -1)[..., ::2] for t in tensors]
+def strided(t: Tensor) -> Tensor:
+    """Return the same tensor with a gap between its elements: an op may rely on no layout."""
+    return t.repeat_interleave(2, -1)[..., ::2]
 
 
-def turned(t: Tensor, a: int, b: int) -> Tensor:
-    """Swap axes a and b in memory but not in value, as in the gradient of a transposed view."""
-    return t.transpose(a, b).contiguous().transpose(a, b)
+def turned(t: Tensor) -> Tensor:
+    """Return the same tensor with its axes in the reverse order in memory, as in the gradient of a transposed view."""
+    axes = [*reversed(range(t.ndim))]
+    return t.permute(axes).contiguous().permute(axes)
 
 
 class EveryCall(EveryOperator):

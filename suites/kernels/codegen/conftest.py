@@ -5,8 +5,7 @@ BUMPGATE_TIERS names it, as in a gate of triton. A plain lane run leaves it out,
 triton. It needs triton, and TRITON_INTERPRET=1 must not be set, because that replaces the compiler by the interpreter.
 
 A row has one reviewed value for each version of triton, measured in the environments codegen-triton36, -triton37 and
--triton39 of tox.ini. Under another version the code is compared with that of the nearest reviewed one. Upstream's
-kernels are compiled if BUMPGATE_UPSTREAM names a folder that holds the unpacked wheel of mamba-ssm.
+-triton39 of tox.ini. Under another version the code is compared with the nearest reviewed version's.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ from bumpgate.plugin.provenance import versions
 
 FOLDER = Path(__file__).parent
 COMPILES = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") != "1"
-UPSTREAM = os.environ.get("BUMPGATE_UPSTREAM")
-HAS_UPSTREAM = bool(UPSTREAM) and (Path(UPSTREAM) / "mamba_ssm").is_dir()
 
-collect_ignore = ["test_upstream.py"] if COMPILES and not HAS_UPSTREAM else []
 collect_ignore_glob = [] if COMPILES else ["test_*.py"]
 
 
@@ -51,11 +47,7 @@ def pytest_configure() -> None:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     if not COMPILES or not requested(config):
         return []
-    lines = [reviewed_line(load(config.rootpath / "baselines" / "cpu.json", "cpu"), versions()["triton"])]
-    if not HAS_UPSTREAM:
-        why = f"{UPSTREAM} holds no mamba_ssm" if UPSTREAM else "BUMPGATE_UPSTREAM names no unpacked wheel"
-        lines.append(f"codegen: upstream's kernels are not collected: {why}")
-    return lines
+    return [reviewed_line(load(config.rootpath / "baselines" / "cpu.json", "cpu"), versions()["triton"])]
 
 
 def reviewed_line(baseline: Baseline, triton: str | None) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from suites.ops import ROOT, interpreted
 from suites.ops.spec import KernelCase, KernelOp
+from suites.support.custom_ops import strided, turned
 from suites.support.lanes import Lane, lanes
 
 OPS = [*interpreted().values()]
@@ -65,17 +66,6 @@ def test_error_ratio_rule_rejects_faults(lane: Lane, op: KernelOp, dtype: str, c
         others = set(range(len(found[0]))) - {*fault.spares, *fault.unseen}
         broken = rule(found, fault.unseen)
         assert broken.keys() == others, name
-
-
-def strided(t: Tensor) -> Tensor:
-    """Return the same tensor with a gap between its elements."""
-    return t.repeat_interleave(2, -1)[..., ::2]
-
-
-def turned(t: Tensor) -> Tensor:
-    """Return the same tensor with its axes in the reverse order in memory."""
-    axes = [*reversed(range(t.ndim))]
-    return t.permute(axes).contiguous().permute(axes)
 
 
 def sliced(t: Tensor) -> Tensor:
