@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from suites.support.tables import line, publish
-from tools.kernel_counters import WAYS, described, made_with, unusable
+from bumpgate.plugin.provenance import driver, versions
+from bumpgate.process.host import gpu_models
+from suites.support.tables import publish, table
 
 FILE = Path(__file__).with_suffix(".json")
 NOTES = """
@@ -25,6 +26,7 @@ Median milliseconds, one document a row; both: forward and backward. {machine}.
 Ours are the lane's rows of this build. cuDNN and flash are SDPA's, which has no softcap; "-": not measured. To measure
 again: `python -m tools.kernel_peers --out tools/kernel_peers.json`.
 """
+WAYS = ("forward", "both")
 CASES = ("attention-P128", "attention-P128-softcap30", "attention-P64", "attention-P64-softcap30")
 # Of an output against ours: two roundings to bf16.
 LARGEST_DIFFERENCE = 1e-2
@@ -91,23 +93,24 @@ def section(result: Mapping[str, Any], ours: Mapping[str, Sequence[float]]) -> l
 
     ours: case -> milliseconds of each way of the op itself.
     """
-    both = {
-        case: ({"ours": ours[case]} if case in ours else {}) | times
-        for case, times in result["milliseconds"].items()
-    }
+    measured = result["milliseconds"].items()
+    both = {case: ({"ours": ours[case]} if case in ours else {}) | times for case, times in measured}
     names = ["ours", *dict.fromkeys(name for times in both.values() for name in times if name != "ours")]
-    head = ("op, shape", "pass", *names)
-    table = []
+    rows = []
     for case, times in both.items():
         for i, way in enumerate(result["ways"]):
             values = {name: ways[i] for name, ways in times.items() if ways[i] is not None}
             cells = [f"{values[name]:.3f}" if name in values else "-" for name in names]
             fastest = names.index(min(values, key=lambda name: values[name]))
             cells[fastest] = f"**{cells[fastest]}**"
-            table.append(("" if i else f"`{case}`", way, *cells))
-    body = [line(cells) for cells in (head, ("---",) * len(head), *table)]
-    machine = described(result["made_with"])
-    return ["## Attention and torch's own kernels", *NOTES.format(machine=machine).splitlines(), "", *body]
+            rows.append(("" if i else f"`{case}`", way, *cells))
+    notes = NOTES.format(machine=described(result["made_with"])).splitlines()
+    return ["## Attention and torch's own kernels", *notes, "", *table(("op, shape", "pass", *names), rows)]
+
+
+def described(made: Mapping[str, Any]) -> str:
+    """Return the machine and build of a result in one line."""
+    return f"{made['device']}, driver {made['driver']}, torch {made['torch']}, triton {made['triton']}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -115,11 +118,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.kernel_peers", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="writes the JSON there instead of printing it")
     given = parser.parse_args(arguments)
-    if refusal := unusable(CASES):
-        print(refusal, file=sys.stderr)
+    if not gpu_models():
+        print("the NVIDIA driver lists no GPU: run this on a machine with one", file=sys.stderr)
         return 3
     times = {name: measure(name) for name in CASES}
-    result = {"made_with": made_with(), "ways": WAYS, "milliseconds": times}
+    made = {"device": gpu_models()[0], "driver": driver(), **versions()}
+    result = {"made_with": made, "ways": WAYS, "milliseconds": times}
     return publish(json.dumps(result, indent=1) + "\n", given.out)
 
 

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -28,6 +26,7 @@ from xml.etree import ElementTree
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.rows import read_record, write_atomic
 from bumpgate.core.toml import tomllib
+from suites.support.tables import table
 
 RULES = Path(__file__).parents[1] / "suites" / "rules.toml"
 
@@ -40,8 +39,7 @@ class Rule(NamedTuple):
     lane: str
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """rule, injected fault, the row or test that must catch it, other rows that turned red, and whether it did."""
 
     rule: str
@@ -93,9 +91,7 @@ def gaps(
     lines = [f"{f.rule}: {f.planted}: survived {f.killer}" for f in planted if not f.killed]
     lines += [f"{f.rule}: {f.planted}: no such rule in rules.toml" for f in planted if f.rule not in known]
     covered = {f.rule for f in planted}
-    for rule in known.values():
-        if rule.lane not in lanes:
-            continue
+    for rule in (rule for rule in known.values() if rule.lane in lanes):
         if rule.name not in covered:
             lines.append(f"{rule.name}: no planted fault: {rule.text}")
         if not rows.get(rule.name):
@@ -105,40 +101,31 @@ def gaps(
 
 def markdown(known: dict[str, Rule], planted: list[Fault], rows: dict[str, set[str]], lanes: set[str]) -> str:
     """Format the report: one line per fault, below its rule."""
-    killed = sum(f.killed for f in planted)
-    lines = [
-        "# Mutant matrix",
-        "",
-        f"{len(planted)} planted faults of {len({f.rule for f in planted})} rules, {killed} killed. "
-        f"Lanes: {', '.join(sorted(lanes))}.",
-        "",
-        "| rule | rows that check it | planted fault | killed by | also red |",
-        "|---|---|---|---|---|",
-    ]
+    count, killed = len({f.rule for f in planted}), sum(f.killed for f in planted)
+    ran = f"Lanes: {', '.join(sorted(lanes))}."
+    cells: list[tuple[str, ...]] = []
     for rule in known.values():
         own = sorted((f for f in planted if f.rule == rule.name), key=lambda f: f.planted)
         if rule.lane not in lanes and not own:
-            lines.append(f"| {rule.name}: {rule.text} | lane {rule.lane} did not run | | | |")
+            cells.append((f"{rule.name}: {rule.text}", f"lane {rule.lane} did not run", "", "", ""))
             continue
-        count = len(rows.get(rule.name, ()))
-        for i, fault in enumerate(own or [Fault(rule.name, "none", "", (), False)]):
-            head = f"{rule.name}: {rule.text} | {count}" if i == 0 else " | "
+        head = (f"{rule.name}: {rule.text}", str(len(rows.get(rule.name, ()))))
+        for fault in own or [Fault(rule.name, "none", "", (), False)]:
             killer = f"`{fault.killer}`" if fault.killed else "**SURVIVED**" if own else "**no fault**"
             companions = ", ".join(fault.companions[:3]) + (" ..." if len(fault.companions) > 3 else "")
-            lines.append(f"| {head} | {_cell(fault.planted)} | {_cell(killer)} | {_cell(companions)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(text: str) -> str:
-    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+            texts = (" ".join(text.split()) for text in (fault.planted, killer, companions))
+            cells.append((*head, *texts))
+            head = ("", "")
+    heads = ("rule", "rows that check it", "planted fault", "killed by", "also red")
+    title = f"{len(planted)} planted faults of {count} rules, {killed} killed. {ran}"
+    return "\n".join(["# Mutant matrix", "", title, "", *table(heads, cells), ""])
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.matrix", description=__doc__.splitlines()[0])
     parser.add_argument("junit", nargs="+", type=Path, help="JUnit files of the runs that planted faults")
-    parser.add_argument(
-        "--record", action="append", type=Path, default=[], help="records whose rows check rules"
-    )
+    records = {"action": "append", "type": Path, "default": [], "help": "records whose rows check rules"}
+    parser.add_argument("--record", **records)
     parser.add_argument("--lane", action="append", help="lanes that ran; by default cpu alone")
     parser.add_argument("--out", type=Path, default=Path("mutants.md"))
     options = parser.parse_args(arguments)
@@ -150,15 +137,11 @@ def main(arguments: list[str] | None = None) -> int:
         write_atomic(options.out, markdown(known, planted, rows, lanes))
     except (OSError, BumpgateError) as error:
         where = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
-        print(
-            f"{where}; pass the JUnit files and records of complete runs, and a writable --out",
-            file=sys.stderr,
-        )
+        print(f"{where}; pass JUnit files and records of complete runs, a writable --out", file=sys.stderr)
         return 2
     open_ends = gaps(known, planted, rows, lanes)
-    for line in open_ends:
-        print(line)
-    print(f"{options.out}: {len(planted)} planted faults, {sum(f.killed for f in planted)} killed")
+    killed = sum(f.killed for f in planted)
+    print(*open_ends, f"{options.out}: {len(planted)} planted faults, {killed} killed", sep="\n")
     return 1 if open_ends else 0
 
 

@@ -78,8 +78,7 @@ def run_faults(names: list[str], directory: Path) -> Iterator[Outcome]:
         started, mutant = time.monotonic(), ON_DEVICE[name]
         root = copy_tree(directory / name)
         mutant.plant(root)
-        faulty = run(root, mutant.test)
-        yield outcome(name, mutant, faulty, unchanged, time.monotonic() - started)
+        yield outcome(name, mutant, run(root, mutant.test), unchanged, time.monotonic() - started)
 
 
 def slowdown(directory: Path) -> Outcome:
@@ -96,9 +95,8 @@ def slowdown(directory: Path) -> Outcome:
     for root in (unchanged, slower):
         review(root / f"baselines/{LANE}.json", rate["row"])
     faulty, again = run(slower, mutant.test), run(unchanged, mutant.test)
-    values = [
-        r.rows[mutant.row]["row"]["value"] if mutant.row in r.rows else None for r in (first, faulty, again)
-    ]
+    found = (r.rows.get(mutant.row) for r in (first, faulty, again))
+    values = [row["row"]["value"] if row else None for row in found]
     note = f"tokens/s unchanged, slower by {SLOWDOWN:.0%}, unchanged again: {values}"
     return outcome("slowdown", mutant, faulty, again, time.monotonic() - started, note)
 
@@ -120,14 +118,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.on_device", description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=[*ON_DEVICE, "slowdown"], help="one fault instead of all")
     only = parser.parse_args(arguments).only
-    missing = detect(LANES[LANE])
-    if missing:
+    if missing := detect(LANES[LANE]):
         parser.error(missing)
     survived = 0
     print(f"{'fault':12} {'verdict':12} {'time':>7}  row")
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        for found in chosen(only, directory):
+    with tempfile.TemporaryDirectory() as directory:
+        for found in chosen(only, Path(directory)):
             print(found, flush=True)
             survived += bool(found.survived)
     print(f"{survived} survived" if survived else "every fault was killed")
@@ -135,8 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def chosen(only: str | None, directory: Path) -> Iterator[Outcome]:
-    names = [name for name in ON_DEVICE if only in (None, name)]
-    if names:
+    if names := [name for name in ON_DEVICE if only in (None, name)]:
         yield from run_faults(names, directory)
     if only in (None, "slowdown"):
         yield slowdown(directory)

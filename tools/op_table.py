@@ -2,9 +2,9 @@
 
 `python -m tools.op_table [--out docs/kernels.md]` prints GitHub Markdown from the reviewed rows:
 baselines/h200.json for what ran, baselines/cpu.json for the codegen tier's counts of the same triton; from what
-tools.kernel_peers and tools.kernel_counters measured; and from WITH_WHEELS, a run next to the peers' wheels, which the
-adopted environment lacks. A cell without a row reads "-". Exit codes: 0 the table is written; 2 usage error, or an
-unusable baseline, record or --out.
+tools.kernel_peers measured; from COUNTERS, what Nsight Compute counted; and from WITH_WHEELS, a run next to the peers'
+wheels, which the adopted environment lacks. A cell without a row reads "-". Exit codes: 0 the table is written; 2 usage
+error, or an unusable baseline, record or --out.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, load
 from bumpgate.core.rows import Record, Value, read_record
 from suites.ops import specs
 from suites.support.comparison import AT_MOST
-from suites.support.tables import line, publish
-from tools import kernel_counters, kernel_peers
+from suites.support.tables import publish, table
+from tools import kernel_peers
+from tools.kernel_peers import described
 
 ROOT = Path(__file__).resolve().parents[1]
 WITH_WHEELS = ROOT / "baselines" / "records" / "h200-kernel-wheels.json.xz"
+COUNTERS = Path(__file__).with_name("kernel_counters.json")
 WAYS = {"forward": "forward", "both": "forward + backward"}
 HEAD = (
     "op, shape",
@@ -56,6 +58,19 @@ NOT_COUNTED = (
 )
 
 
+COUNTERS_HEAD = (
+    "op, shape", "kernel", "ms", "tensor cores", "issue slots", "special functions", "L1", "L2", "DRAM",
+    "warps an SM", "registers", "shared, KiB", "a warp waits for",
+)  # fmt: skip
+COUNTERS_NOTES = """
+Nsight Compute's counters of one forward and backward pass, of each kernel that takes 2% of it or more.
+
+Busy shares are in percent. A warp waits so many cycles between two instructions for: `barrier` the other warps of its
+program, `long_scoreboard` loads from L1 or beyond, `short_scoreboard` shared memory, `mio_throttle` the queue of
+special functions and shared memory, `wait` a fixed latency, `not_selected` a scheduler that issues for another warp,
+`dispatch_stall` the dispatcher, `math_pipe_throttle` a busy pipe, `drain` its last stores. Measured by
+`tools/kernel_counters.py` of commit f2734a8f.
+"""
 MARKS_HEAD = ("row", "mark", "measured", "beyond the mark by", "what bounds it")
 
 
@@ -162,7 +177,7 @@ def lines(
 def markdown(
     ran: Baseline, compiled: Baseline, wheels: Record, peers: Mapping[str, Any], counters: Mapping[str, Any]
 ) -> str:
-    """Return the page: every case that has a timed row, the marks, and the results of the two tools.
+    """Return the page: every case that has a timed row, the marks, the other peers and the counters.
 
     wheels: a run with the wheels of the peers. Raises BaselineError if there is no timed row.
     """
@@ -184,23 +199,32 @@ def markdown(
             ours[name] = [values.get(f"kernels/{name}/{way}_milliseconds") for way in WAYS]
     builds = {name: _build(case["made_with"]) for name, case in counters.items()}
     elsewhere = {name: build for name, build in builds.items() if build != _build(made)}
-    table = [cells for name in names for cells in lines(name, values, compiled.rows, triton, others)]
-    body = [line(cells) for cells in (HEAD, ("---",) * len(HEAD), *table)]
+    body = [cells for name in names for cells in lines(name, values, compiled.rows, triton, others)]
     machine = f"{made.get('device')}, driver {made.get('driver')}, {_build(made)}"
-    reached = [line(cells) for cells in (MARKS_HEAD, ("---",) * len(MARKS_HEAD), *marks(values, elsewhere))]
-    head = ["# The kernels on an H200", "", f"{machine}.", ""]
-    text = "\n".join(
-        [
-            *head,
-            *body,
-            NOTES.format(triton=triton, with_wheels=WITH_WHEELS.name, own_attention=own_attention),
-            "## Marks",
-            "",
-            *reached,
-            "",
-        ]
-    )
-    return "\n".join([text, *kernel_peers.section(peers, ours), "", *kernel_counters.section(counters), ""])
+    page = ["# The kernels on an H200", "", f"{machine}.", "", *table(HEAD, body)]
+    page += [NOTES.format(triton=triton, with_wheels=WITH_WHEELS.name, own_attention=own_attention)]
+    page += ["## Marks", "", *table(MARKS_HEAD, marks(values, elsewhere)), ""]
+    page += [*kernel_peers.section(peers, ours), "", *counters_section(counters), ""]
+    return "\n".join(page)
+
+
+def counters_section(counters: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the lines of a Markdown section on COUNTERS, with a table for each machine and build."""
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for name, case in counters.items():
+        title = f"`{name}`"
+        for kernel in case["both"]:
+            shares = [f"{kernel[key]:.0f}" for key in ("tensor", "issue", "xu", "l1", "l2", "dram", "warps")]
+            resources = [f"{kernel['registers']:.0f}", f"{kernel['shared_bytes'] / 1024:.0f}"]
+            waits = ", ".join(f"{reason} {cycles:.1f}" for reason, cycles in kernel["waits"].items())
+            milliseconds = f"{kernel['nanoseconds'] / 1e6:.3f}"
+            cells = (title, f"`{kernel['kernel']}`", milliseconds, *shares, *resources, waits)
+            tables.setdefault(described(case["made_with"]), []).append(cells)
+            title = ""
+    text = ["## What the kernels wait for", *COUNTERS_NOTES.splitlines()]
+    for machine, rows in tables.items():
+        text += ["", f"{machine}:", "", *table(COUNTERS_HEAD, rows)]
+    return text
 
 
 def _build(made_with: Mapping[str, Any]) -> str:
@@ -208,11 +232,11 @@ def _build(made_with: Mapping[str, Any]) -> str:
 
 
 def measured() -> tuple[Record, Mapping[str, Any], Mapping[str, Any]]:
-    """Return the run WITH_WHEELS, and the kept results of tools.kernel_peers and tools.kernel_counters.
+    """Return the run WITH_WHEELS, the kept result of tools.kernel_peers, and COUNTERS.
 
     Raises OSError, or RecordError if the run is not a record.
     """
-    peers, counters = (json.loads(tool.FILE.read_text()) for tool in (kernel_peers, kernel_counters))
+    peers, counters = (json.loads(file.read_text()) for file in (kernel_peers.FILE, COUNTERS))
     return read_record(WITH_WHEELS), peers, counters
 
 

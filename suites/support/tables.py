@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bumpgate.core.rows import write_atomic
@@ -12,6 +12,11 @@ from bumpgate.core.rows import write_atomic
 def line(cells: Iterable[str]) -> str:
     """Format one line of a table."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Format the lines of a table."""
+    return [line(cells) for cells in (head, ("---",) * len(head), *rows)]
 
 
 def publish(text: str, out: Path | None) -> int:

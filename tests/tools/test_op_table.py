@@ -1,4 +1,4 @@
-"""The table of the kernels: reviewed values, and "-" for others."""
+"""The table of the kernels: reviewed values, "-" for others, other peers, and counters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, load
 from tests.support.tree import ROOT
-from tools import op_table
+from tools import kernel_peers, op_table
 
 HERE = {"device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}
 OTHER = {"torch": "2.99.0", "triton": "9.9.9"}
@@ -115,6 +115,37 @@ def test_docs_table_matches_the_reviewed_rows() -> None:
     assert (ROOT / "docs" / "kernels.md").read_text() == op_table.markdown(
         ran, compiled, *op_table.measured()
     ), "python -m tools.op_table --out docs/kernels.md"
+
+
+def test_counters_have_a_table_for_each_machine_and_build() -> None:
+    kernel = {"kernel": "_forward", "nanoseconds": 1960, "waits": {"wait": 4.0, "barrier": 1.04}}
+    kernel |= dict.fromkeys(("tensor", "issue", "xu", "l1", "l2", "dram", "warps", "registers"), 12.345)
+    both = [kernel | {"shared_bytes": 2048}, kernel | {"kernel": "sum", "shared_bytes": 0}]
+    made = HERE | {"driver": "580.1"}
+    counters = {"scan-N64": {"made_with": made, "both": both}}
+    counters["scan-N128"] = {"made_with": made | {"torch": "2.12.0"}, "both": both[:1]}
+    found = op_table.counters_section(counters)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found if line.startswith("| ")]
+    assert [row[:3] for row in rows[2:4]] == [["`scan-N64`", "`_forward`", "0.002"], ["", "`sum`", "0.002"]]
+    assert rows[2][3:] == ["12"] * 8 + ["2", "wait 4.0, barrier 1.0"]
+    machines = [line for line in found if line.startswith("NVIDIA")]
+    builds = [f"torch {torch}, triton 3.6.0" for torch in ("2.11.0", "2.12.0")]
+    assert machines == [f"NVIDIA H200, driver 580.1, {build}:" for build in builds]
+
+
+def test_fastest_implementation_is_bold(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    times = {"a-P64": {"cuDNN": [1.0, 6.0]}, "b": {"flash": [2.0, 4.0]}}
+    made = HERE | {"driver": "580.1"}
+    result = {"made_with": made, "ways": ["forward", "both"], "milliseconds": times}
+    assert kernel_peers.section(result, {"a-P64": [2.0, 5.0]})[-4:] == [
+        "| `a-P64` | forward | 2.000 | **1.000** | - |",
+        "|  | both | **5.000** | 6.000 | - |",
+        "| `b` | forward | - | - | **2.000** |",
+        "|  | both | - | - | **4.000** |",
+    ]
+    monkeypatch.setattr(kernel_peers, "gpu_models", list)
+    assert kernel_peers.main([]) == 3
+    assert capsys.readouterr().err.startswith("the NVIDIA driver lists no GPU")
 
 
 def test_unwritable_output_is_reported_in_one_line(tmp_path: Path, capsys) -> None:
