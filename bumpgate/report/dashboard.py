@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import date, timedelta
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -33,8 +33,7 @@ SHOWN = 120  # spans of nights on the page of a row
 WIDTH, HEIGHT = 1000, 240  # of a plot, in its own units
 
 
-@dataclass(frozen=True)
-class NightReading:
+class NightReading(NamedTuple):
     """The last reading of a night. day: counted from the first night of the dashboard."""
 
     day: int
@@ -69,8 +68,7 @@ class Series:
         return self.nights[self.levels[-1] if self.levels else 0].day
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Consecutive nights with one value, verdict and level."""
 
     first: str
@@ -145,34 +143,18 @@ def write(folder: Path, found: Sequence[Series], start: date, findings: Sequence
     rows = folder / "rows"
     rows.mkdir(parents=True, exist_ok=True)
     template = "dashboard_row.html.j2"
+    shared = {"show": show, "day": _day(start)}
     for one in found:
-        text = fill(
-            template,
-            one=one,
-            spans=spans(one, start)[:SHOWN],
-            svg=plot(one, start),
-            show=show,
-            day=_day(start),
-        )
-        (rows / one.page).write_text(text, encoding="utf-8")
+        drawn = {"spans": spans(one, start)[:SHOWN], "svg": plot(one, start)}
+        (rows / one.page).write_text(fill(template, one=one, **drawn, **shared), encoding="utf-8")
     length = max(night.day for one in found for night in one.nights) + 1
     recent = sorted(
         ((one.nights[i].day, one, one.nights[i - 1], one.nights[i]) for one in found for i in one.levels),
         key=lambda change: (-change[0], change[1].row),
     )
-    text = fill(
-        "dashboard.html.j2",
-        mark=MARK,
-        series=found,
-        hosts=hosts(found),
-        strip=lambda nights: strip(nights, length),
-        recent=recent[:RECENT],
-        more=len(recent[RECENT:]),
-        findings=findings,
-        show=show,
-        day=_day(start),
-        length=length,
-    )
+    first = {"recent": recent[:RECENT], "more": len(recent[RECENT:]), "findings": findings, "length": length}
+    strips = {"hosts": hosts(found), "strip": lambda nights: strip(nights, length)}
+    text = fill("dashboard.html.j2", mark=MARK, series=found, **strips, **first, **shared)
     write_atomic(folder / "index.html", text)
     kept = {one.page for one in found}
     for path in rows.iterdir():
@@ -211,7 +193,7 @@ def strip(nights: Sequence[NightReading], length: int) -> str:
 
 def spans(one: Series, start: date) -> list[Span]:
     """Merge consecutive nights with one value, verdict and level, newest first."""
-    levels, out, name = set(one.levels), [], _day(start)
+    levels, name = set(one.levels), _day(start)
     parts: list[list[int]] = []
     for i, night in enumerate(one.nights):
         before = one.nights[i - 1] if i else None
@@ -219,10 +201,11 @@ def spans(one: Series, start: date) -> list[Span]:
             parts[-1].append(i)
         else:
             parts.append([i])
+    out = []
     for part in reversed(parts):
         first, last = one.nights[part[0]], one.nights[part[-1]]
-        new = part[0] in levels
-        out.append(Span(name(first.day), name(last.day), len(part), last.value, last.verdict, last.red, new))
+        shown = (last.value, last.verdict, last.red, part[0] in levels)
+        out.append(Span(name(first.day), name(last.day), len(part), *shown))
     return out
 
 

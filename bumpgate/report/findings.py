@@ -47,14 +47,12 @@ def link_command(
     """
     try:
         parts = urlsplit(issue)
-        valid = not issue or (parts.scheme in ("http", "https") and bool(parts.hostname))
-        valid = valid and parts.username is None and issue.isprintable() and " " not in issue
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.username is None
     except ValueError:
         valid = False
-    if not valid:
-        raise FindingError(
-            f"{redacted(issue)!r} is not the URL of an issue such as https://github.com/pytorch/pytorch/issues/1"
-        )
+    if issue and not (valid and issue.isprintable() and " " not in issue):
+        example = "https://github.com/pytorch/pytorch/issues/1"
+        raise FindingError(f"{redacted(issue)!r} is not the URL of an issue such as {example}")
     _mark(key, store, issue=issue or None)
 
 

@@ -44,39 +44,35 @@ def command(
     Exit codes: 0 done, 4 bad input, or an invalid store.
     """
     archive = Archive(store or default_store())
-    if what[0] == ADD:
-        if not what[1:]:
+    row, *files = what
+    if row == ADD:
+        if not files:
             raise BumpgateError("history add: name record.json or gate.json files")
-        for name in what[1:]:
+        for name in files:
             added = archive.add(Path(name), read_judged(Path(name)))
             typer.echo(f"{name}: {'added' if added.new else 'already stored'}")
             for one in added.findings:
                 typer.echo(known_findings.line(one))
         return
-    if len(what) > 1:
-        raise BumpgateError(
-            f"history shows one row, got {len(what)}; to keep files: bumpgate history add FILE..."
-        )
-    points = [p for p in archive.points(what[0], lane, days) if host in (p.host_class or host)]
+    if files:
+        add = "to keep files: bumpgate history add FILE..."
+        raise BumpgateError(f"history shows one row, got {len(what)}; {add}")
+    points = [p for p in archive.points(row, lane, days) if host in (p.host_class or host)]
     if not points:
-        raise BumpgateError(
-            f"no reading of {what[0]}{f' on lane {lane}' if lane else ''}{f' on a host like {host!r}' if host else ''} "
-            f"in {archive.name}; "
-            "add records with: bumpgate history add FILE..."
-        )
+        where = f" on lane {lane}" * bool(lane) + f" on a host like {host!r}" * bool(host)
+        add = "add records with: bumpgate history add FILE..."
+        raise BumpgateError(f"no reading of {row}{where} in {archive.name}; {add}")
     lanes = sorted({p.lane for p in points})
     if len(lanes) > 1:
-        raise BumpgateError(
-            f"{what[0]} has readings of {len(lanes)} lanes: name one with --lane {' | '.join(lanes)}"
-        )
+        choose = f"name one with --lane {' | '.join(lanes)}"
+        raise BumpgateError(f"{row} has readings of {len(lanes)} lanes: {choose}")
     classes = sorted({p.host_class for p in points if p.timed and p.host_class})
     if len(classes) > 1:
         raise BumpgateError(
-            f"{what[0]} is timed, and its readings of {len(classes)} classes of host are not comparable: "
+            f"{row} is timed, and its readings of {len(classes)} classes of host are not comparable: "
             f"name one with --host {' | '.join(map(shlex.quote, classes))}"
         )
-    breaks = changes([p.value for p in points])
-    typer.echo(listing(points, breaks), nl=False)
+    typer.echo(listing(points, changes([p.value for p in points])), nl=False)
 
 
 def changes(values: Sequence[Any]) -> list[int]:
@@ -106,18 +102,11 @@ def same(a: Any, b: Any) -> bool:
 
 def listing(points: Sequence[Point], breaks: Sequence[int]) -> str:
     """Format one line per reading, oldest first; `>` where a new level starts."""
-    rows = [
-        (
-            ">" if i in breaks else " ",
-            p.when[:16].replace("T", " "),
-            show(p.value),
-            p.unit,
-            p.verdict,
-            f"torch {p.torch or '?'}",
-            (p.commit or "")[:12],
-        )
-        for i, p in enumerate(points)
-    ]
+    rows = []
+    for i, p in enumerate(points):
+        when, mark = p.when[:16].replace("T", " "), ">" if i in breaks else " "
+        build = (f"torch {p.torch or '?'}", (p.commit or "")[:12])
+        rows.append((mark, when, show(p.value), p.unit, p.verdict, *build))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows)
     last = f"{len(points)} readings, {len(breaks)} change{'s' * (len(breaks) != 1)} of level"

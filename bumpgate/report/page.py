@@ -11,7 +11,7 @@ from typing import Any
 
 from bumpgate.core.errors import one_line
 from bumpgate.core.findings import PRODUCT, Decision, Finding, group
-from bumpgate.core.gate_file import GateFile, GateSide, Paired
+from bumpgate.core.gate_file import GateFile, GateSide
 from bumpgate.core.rows import Judgement, Problem, ProblemKind, Record, Value, Verdict, is_finite
 from bumpgate.core.rules import places, sentence
 from bumpgate.table import summary
@@ -97,7 +97,6 @@ class Page:
     notes: tuple[str, ...]
     not_run: tuple[str, ...]
     records: tuple[Record | None, Record | None]
-    timed: dict[str, Paired]
     compare: str = ""
     moved: tuple[str, ...] = ()
 
@@ -119,12 +118,9 @@ def of(found: Record | GateFile) -> Page:
 def of_record(record: Record) -> Page:
     """Return the report of one run, complete or cut short."""
     p = record.provenance
-    if not record.complete:
-        word, tone = "NOT COMPLETE", "bad"
-    elif record.red:
-        word, tone = "RED", "bad"
-    else:
-        word, tone = ("GREEN", "good") if record.judgements else ("NO ROWS", "open")
+    word, tone = ("GREEN", "good") if record.judgements else ("NO ROWS", "open")
+    if record.red or not record.complete:
+        word, tone = "RED" if record.complete else "NOT COMPLETE", "bad"
     rows = sorted((_record_row(j, record) for j in record.judgements), key=lambda r: (r.order, r.id))
     return Page(
         kind="record",
@@ -134,17 +130,16 @@ def of_record(record: Record) -> Page:
         lane=str(p.get("lane")),
         headline=summary(record),
         started=str(p.get("started", "")),
-        seconds=_seconds(p.get("wall_seconds")),
+        seconds=float(p["wall_seconds"]) if is_finite(p.get("wall_seconds")) else math.nan,
         command=str(p.get("command", "")),
         sides=("", f"torch {p.get('torch')}"),
-        facts=tuple(Fact(k, "", _text(v)) for k, v in p.items() if k not in ELSEWHERE and v is not None),
+        facts=tuple(Fact(k, "", str(v)) for k, v in p.items() if k not in ELSEWHERE and v is not None),
         findings=group(f for j in record.judgements if (f := _record_finding(j))),
         rows=tuple(rows),
         problems=record.problems,
         notes=_lines(record, "acceptances"),
         not_run=_lines(record, "not_run"),
         records=(None, record),
-        timed={},
     )
 
 
@@ -154,10 +149,13 @@ def of_gate(gate: GateFile) -> Page:
     for finding in gate.findings:
         for row in finding.rows:
             worst.setdefault(row, finding)
-    known = [_by_id(side.record) for side in (gate.adopted, gate.candidate)]
+    sides = (gate.adopted, gate.candidate)
+    records = (gate.adopted.record, gate.candidate.record)
+    known = [{j.row.id: j for j in record.judgements} if record else {} for record in records]
     ids = dict.fromkeys([*worst, *known[1], *known[0], *gate.timed])
     rows = [_gate_row(gate, id, tuple(side.get(id) for side in known), worst.get(id)) for id in ids]
-    sides = (gate.adopted, gate.candidate)
+    broken = [(side.name, line) for side in sides for line in _broken(side)]
+    problems = [Problem("", ProblemKind.FAILED, f"{name}: {line}") for name, line in broken]
     return Page(
         kind="gate",
         word=gate.decision.name,
@@ -172,18 +170,10 @@ def of_gate(gate: GateFile) -> Page:
         facts=tuple(_facts(*sides)),
         findings=gate.findings,
         rows=tuple(sorted(rows, key=lambda r: (r.order, r.id))),
-        problems=(
-            *(() if gate.finished else (CUT_SHORT,)),
-            *(
-                Problem("", ProblemKind.FAILED, f"{side.name}: {line}")
-                for side in sides
-                for line in _broken(side)
-            ),
-        ),
-        notes=tuple(dict.fromkeys((*gate.accepted, *_lines(gate.candidate.record, "acceptances")))),
-        not_run=_lines(gate.candidate.record, "not_run"),
-        records=(gate.adopted.record, gate.candidate.record),
-        timed=dict(gate.timed),
+        problems=(*(() if gate.finished else (CUT_SHORT,)), *problems),
+        notes=tuple(dict.fromkeys((*gate.accepted, *_lines(records[1], "acceptances")))),
+        not_run=_lines(records[1], "not_run"),
+        records=records,
         compare=_compare_link(gate),
         moved=gate.moved,
     )
@@ -204,17 +194,13 @@ def show(value: Value) -> str:
 
 
 def _record_row(j: Judgement, record: Record) -> RowView:
-    return _row(
-        j.row.id,
-        j,
-        record,
-        label=j.label,
-        tone=_tone(j),
-        order=j.verdict.severity if j.red else 50 + j.verdict.severity,
-        candidate=_value(j),
-        reason=f"accepted by {j.accepted}; {j.reason}" if j.accepted else j.reason,
-        command=j.command,
-    )
+    tone = "good" if j.verdict is Verdict.PASS else "info"
+    if j.red:
+        tone = "bad" if j.verdict in PRODUCT else "open"
+    order = j.verdict.severity + (0 if j.red else 50)
+    reason = f"accepted by {j.accepted}; {j.reason}" if j.accepted else j.reason
+    shown = {"label": j.label, "tone": tone, "order": order, "reason": reason, "command": j.command}
+    return _row(j.row.id, j, record, candidate=_value(j), **shown)
 
 
 def _gate_row(gate: GateFile, id: str, j: tuple[Judgement | None, ...], finding: Finding | None) -> RowView:
@@ -222,11 +208,8 @@ def _gate_row(gate: GateFile, id: str, j: tuple[Judgement | None, ...], finding:
     adopted, candidate = j
     timed, gap = gate.timed.get(id), "" if finding else _uncompared(gate)
     accepted = candidate.accepted if candidate else ""
-    shown = {
-        "adopted": _value(adopted),
-        "candidate": _value(candidate),
-        "change": _change(adopted, candidate),
-    }
+    values = {"adopted": _value(adopted), "candidate": _value(candidate)}
+    shown = {**values, "change": _change(adopted, candidate)}
     if timed:
         low, high = (f"{x:.4g}" if math.isfinite(x) else "?" for x in timed.interval)
         label, reason = timed.outcome, f"{timed.outcome} in [{low}, {high}] after {timed.sessions} sessions"
@@ -293,21 +276,13 @@ def _record_finding(j: Judgement) -> Finding | None:
     return Finding(decision, j.label, metric, head, (j.row.id,), (), shown, j.command)
 
 
-def _tone(j: Judgement) -> str:
-    if j.red:
-        return "bad" if j.verdict in PRODUCT else "open"
-    return "good" if j.verdict is Verdict.PASS else "info"
-
-
 def _headline(gate: GateFile) -> str:
     tally = Counter(f.decision for f in gate.findings)
     parts = [f"{gate.adopted.name} \u2192 {gate.candidate.name} on {gate.lane}"]
-    for decision, one, many in (
-        (Decision.HOLD, "cause holds it", "causes hold it"),
-        (Decision.UNKNOWN, "gap in the evidence", "gaps in the evidence"),
-    ):
-        if n := tally[decision]:
-            parts.append(f"{n} {one if n == 1 else many}")
+    if n := tally[Decision.HOLD]:
+        parts.append(f"{n} causes hold it" if n > 1 else "1 cause holds it")
+    if n := tally[Decision.UNKNOWN]:
+        parts.append(f"{n} gap{'s' * (n > 1)} in the evidence")
     if gate.decision is Decision.ADOPT:
         parts.append("nothing holds it")
     return "; ".join(parts)
@@ -322,9 +297,8 @@ def _facts(adopted: GateSide, candidate: GateSide) -> Iterable[Fact]:
         p |= {f"git version of {name}": commit for name, commit in side.git_version.items()}
         p |= {"environment": side.command}
         known.append({name: value for name, value in p.items() if name not in ELSEWHERE})
-    facts = [
-        Fact(name, *(_text(p.get(name)) for p in known)) for name in dict.fromkeys((*known[0], *known[1]))
-    ]
+    both = {name: [p.get(name) for p in known] for name in (*known[0], *known[1])}
+    facts = [Fact(name, *("" if x is None else str(x) for x in values)) for name, values in both.items()]
     return sorted((f for f in facts if f.adopted or f.candidate), key=lambda f: not f.differs)
 
 
@@ -351,15 +325,3 @@ def _compare_link(gate: GateFile) -> str:
 def _lines(record: Record | None, name: str) -> tuple[str, ...]:
     lines: Sequence[Any] = record.provenance.get(name, ()) if record else ()
     return tuple(str(line) for line in lines)
-
-
-def _by_id(record: Record | None) -> dict[str, Judgement]:
-    return {j.row.id: j for j in record.judgements} if record else {}
-
-
-def _seconds(value: object) -> float:
-    return float(value) if is_finite(value) else math.nan
-
-
-def _text(value: object) -> str:
-    return "" if value is None else str(value)
