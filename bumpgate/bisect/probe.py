@@ -210,7 +210,7 @@ def load(place: Path) -> Reading | None:
     try:
         raw = json.loads((place / READING).read_text(encoding="utf-8"))
         return Reading(**raw | {"place": place, "cause": Cause(raw["cause"])})
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -208,7 +208,7 @@ def _fault(raw: Any, known: Sequence[str]) -> str | None:
             return f"{name} must be one line of text"
     for name in ("since", "expires"):
         if type(raw[name]) is not date:  # a datetime is a date as well
-            return f"{name} must be a day such as 2026-12-31, got {raw[name]}"
+            return f"{name} must be a day such as 2026-12-31, got {one_line(str(raw[name]))}"
     if raw["since"] > today() or not 0 <= (raw["expires"] - raw["since"]).days <= MAX_DAYS:
         return f"since must not be in the future, and expires at most {MAX_DAYS} days later"
     value = raw.get("value", "")

@@ -69,15 +69,12 @@ class Extension:
 
 
 def audit(wheel: Distribution, found: Inventory) -> Iterator[Fault]:
-    """Yield the evidence that this wheel was not built for the installed torch, without importing either.
-
-    Raises ToolError.
-    """
+    """Yield the evidence that this wheel was not built for the installed torch. Raises ToolError."""
     return audit_all([wheel], found)
 
 
 def audit_all(wheels: Sequence[Distribution], found: Inventory) -> Iterator[Fault]:
-    """Like audit, of several wheels that may call each other."""
+    """Like audit, of several wheels that may call each other. Neither they nor torch are imported."""
     for wheel in wheels:
         yield from label_faults(wheel, found)
     if found.torch is None or not wheels:
@@ -144,24 +141,16 @@ def label_faults(wheel: Distribution, found: Inventory) -> Iterator[Fault]:
 
     The label is trusted: a wheel labelled torch 2.10 was compiled with the structs of 2.10, even if it imports.
     """
-    claim, torch = label_of(wheel), found.torch_version
+    claim, torch, cuda = label_of(wheel), found.torch_version, found.version.get("cuda")
+    built = []
     if claim.torch and torch and not same_minor(claim.torch, torch):
-        yield Fault(
-            wheel.name, "label", f"{wheel.name} {wheel.version} is built for torch {claim.torch}, not {torch}"
-        )
-    cuda = found.version.get("cuda")
+        built.append(f"for torch {claim.torch}, not {torch}")
     if claim.cuda and cuda and Version(claim.cuda).major != Version(cuda).major:
-        yield Fault(
-            wheel.name,
-            "label",
-            f"{wheel.name} {wheel.version} is built for CUDA {claim.cuda}, torch for {cuda}",
-        )
+        built.append(f"for CUDA {claim.cuda}, torch for {cuda}")
     if claim.cxx11_abi is False:
-        yield Fault(
-            wheel.name,
-            "label",
-            f"{wheel.name} {wheel.version} is built with _GLIBCXX_USE_CXX11_ABI=0, torch with 1",
-        )
+        built.append("with _GLIBCXX_USE_CXX11_ABI=0, torch with 1")
+    for how in built:
+        yield Fault(wheel.name, "label", f"{wheel.name} {wheel.version} is built {how}")
 
 
 def _library_faults(

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -92,10 +93,8 @@ def python(site: Site) -> Found:
     """BG102: the interpreter's version is one that the lane was adopted with."""
     found, expected = site.inventory, site.row.python
     if not satisfies(found.python, expected) or found.implementation != "CPython":
-        yield Defect(
-            f"{found.implementation} {found.python}, lane {site.lane} requires CPython {expected}",
-            f"uv venv --python '{expected}' .venv, then --python .venv/bin/python",
-        )
+        reason = f"{found.implementation} {found.python}, lane {site.lane} requires CPython {expected}"
+        yield Defect(reason, f"uv venv --python '{expected}' .venv, then --python .venv/bin/python")
     yield f"{found.python} is one of {expected}"
 
 
@@ -111,33 +110,27 @@ def python_variables(site: Site) -> Found:
 @check("BG104", "package `kernels`", "BG101")
 def kernels(site: Site) -> Found:
     """BG104: `import kernels` finds this repository's package. PyPI has another one of this name."""
-    found = site.inventory
-    ours = site.root / "kernels"
-    if found.kernels is None or found.kernels.resolve() != ours.resolve():
-        yield Defect(
-            f"`import kernels` is {found.kernels or 'nothing'}, not {ours}",
-            f"{site.interpreter.python} -m pip uninstall kernels, or export PYTHONPATH={shlex.quote(str(site.root))}",
-        )
+    found, ours = site.inventory, (site.root / "kernels").resolve()
+    export = f"export PYTHONPATH={shlex.quote(str(site.root))}"
+    if found.kernels is None or found.kernels.resolve() != ours:
+        reason = f"`import kernels` is {found.kernels or 'nothing'}, not {site.root / 'kernels'}"
+        yield Defect(reason, f"{site.interpreter.python} -m pip uninstall kernels, or {export}")
     other = found.kernels_of_scripts
-    if other is None or other.resolve() == ours.resolve():
+    if other is None or other.resolve() == ours:
         yield "ours"
         return
     on_path = [Path(p).resolve() for p in site.env_vars.get("PYTHONPATH", "").split(os.pathsep) if p]
     if other.parent.resolve() in on_path:
-        yield Defect(
-            f"PYTHONPATH puts {other} before ours for programs that are started by their file",
-            f"export PYTHONPATH={shlex.quote(str(site.root))}",
-        )
+        reason = f"PYTHONPATH puts {other} before ours for programs that are started by their file"
+        yield Defect(reason, export)
     yield f"ours; {other} is installed as well, later on the path"
 
 
 @check("BG105", "contract document")
 def contract_document(site: Site) -> Found:
     """BG105: contract.toml is the reviewed one."""
-    lock, command = (
-        site.root / "launch/contract.lock",
-        "sha256sum launch/contract.toml > launch/contract.lock",
-    )
+    lock = site.root / "launch/contract.lock"
+    command = "sha256sum launch/contract.toml > launch/contract.lock"
     try:
         pinned = (lock.read_text().split() or [""])[0]
     except OSError as error:
@@ -145,58 +138,47 @@ def contract_document(site: Site) -> Found:
         return
     digest = hashlib.sha256((site.root / "launch/contract.toml").read_bytes()).hexdigest()
     if digest != pinned:
-        yield Defect(
-            f"contract.toml has sha256 {digest[:12]}, reviewed was {pinned[:12] or 'none'}",
-            f"git checkout launch/contract.toml; after review: {command}",
-        )
+        reason = f"contract.toml has sha256 {digest[:12]}, reviewed was {pinned[:12] or 'none'}"
+        yield Defect(reason, f"git checkout launch/contract.toml; after review: {command}")
     yield f"sha256 {digest[:12]}, as reviewed"
 
 
 @check("BG106", "contract variables")
 def contract_variables(site: Site) -> Found:
     """BG106: no variable contradicts the contract. An absent one is not a defect: the launcher adds it."""
-    tables = site.contract["environment"]
-    for name, rule in tables["always"].items():
-        if site.env_vars.get(name, rule["value"]) != rule["value"]:
-            yield Defect(
-                f"{name}={site.env_vars[name]}, the contract requires {rule['value']}: {rule['reason']}",
-                f"unset {name}",
-            )
-    for name, rule in tables["rank"].items():
-        if name in site.env_vars and not site.env_vars.get("LOCAL_RANK"):
-            yield Defect(f"{name} is set without LOCAL_RANK: {rule['reason']}", f"unset {name}")
-    for name, rule in tables["refused"].items():
-        if site.env_vars.get(name):
-            yield Defect(f"{name}={site.env_vars[name]}: {rule['reason']}", f"unset {name}")
-    for name, rule in tables["inert"].items():
-        if site.env_vars.get(name):
-            yield Defect(f"{name} does nothing: {rule['reason']}", f"unset {name}", warning=True)
+    given = site.env_vars
+    for kind, rules in site.contract["environment"].items():
+        for name, rule in rules.items():
+            value, reason = given.get(name, ""), rule["reason"]
+            unset = f"unset {name}"
+            if kind == "always" and given.get(name, rule["value"]) != rule["value"]:
+                yield Defect(f"{name}={value}, the contract requires {rule['value']}: {reason}", unset)
+            elif kind == "rank" and name in given and not given.get("LOCAL_RANK"):
+                yield Defect(f"{name} is set without LOCAL_RANK: {reason}", unset)
+            elif kind == "refused" and value:
+                yield Defect(f"{name}={value}: {reason}", unset)
+            elif kind == "inert" and value:
+                yield Defect(f"{name} does nothing: {reason}", unset, warning=True)
     yield "none contradicts the contract"
-
-
-def cache_places(site: Site) -> Mapping[str, Path]:
-    """Return variable -> its directory: the configured one, else the default of the launcher and the suites."""
-    home = Path(
-        site.env_vars.get("XDG_CACHE_HOME") or Path(site.env_vars.get("HOME") or Path.home()) / ".cache"
-    )
-    folders = site.contract["caches"]["directory"]
-    return {
-        n: Path(site.env_vars.get(n) or home / "bumpgate" / rule["folder"]) for n, rule in folders.items()
-    }
 
 
 @check("BG107", "cache directories")
 def caches(site: Site) -> Found:
     """BG107: a cache directory does not exist; BG108: cannot be written; BG109: its disk is full."""
     minimum = site.contract["caches"]["minimum_free_bytes"]
-    places = cache_places(site)
-    for name, place in places.items():
-        if site.env_vars.get(name):
-            yield from _directory(place, f"{name}={place}", name, minimum)
+    home = Path(site.env_vars.get("HOME") or Path.home()) / ".cache"
+    default = Path(site.env_vars.get("XDG_CACHE_HOME") or home) / "bumpgate"
+    shown = []
+    for name, rule in site.contract["caches"]["directory"].items():
+        if value := site.env_vars.get(name):
+            yield from _directory(Path(value), f"{name}={value}", name, minimum)
+            shown.append(value)
         else:  # the launcher creates it, in the first existing parent
+            place = default / rule["folder"]
             parent = next(p for p in place.parents if p.exists())
             yield from _directory(parent, f"{name} is not set, and its default {place}", name, minimum)
-    yield ", ".join(f"{place}{'' if site.env_vars.get(n) else ' (default)'}" for n, place in places.items())
+            shown.append(f"{place} (default)")
+    yield ", ".join(shown)
 
 
 @check("BG110", "temporary directory")
@@ -230,12 +212,12 @@ def compiler(site: Site) -> Found:
 def _directory(place: Path, what: str, name: str, minimum: int) -> Iterator[Defect]:
     """Yield the defects of one directory: missing, not writable, full."""
     elsewhere = f"export {name} to a writable directory on a volume that outlives the run"
+    if not place.exists():
+        make = f"mkdir -p {shlex.quote(str(place))}, or {elsewhere}"
+        yield Defect(f"{what} does not exist", make, code="BG107")
+        return
     if not place.is_dir():
-        if place.exists():
-            yield Defect(f"{what}: {place} is a file", elsewhere, code="BG107")
-        else:
-            make = f"mkdir -p {shlex.quote(str(place))}, or {elsewhere}"
-            yield Defect(f"{what} does not exist", make, code="BG107")
+        yield Defect(f"{what}: {place} is a file", elsewhere, code="BG107")
         return
     fault = _write_fault(place)
     if fault and fault[0] not in FULL:
@@ -244,11 +226,8 @@ def _directory(place: Path, what: str, name: str, minimum: int) -> Iterator[Defe
     free = 0 if fault else shutil.disk_usage(place).free
     if fault or free < minimum:
         why = fault[1] if fault else f"{free >> 20} MiB free"
-        yield Defect(
-            f"{what}: {why}, the contract requires {minimum >> 20} MiB",
-            f"free space, or {elsewhere}",
-            code="BG109",
-        )
+        reason = f"{what}: {why}, the contract requires {minimum >> 20} MiB"
+        yield Defect(reason, f"free space, or {elsewhere}", code="BG109")
 
 
 def _write_fault(place: Path) -> tuple[int, str] | None:
@@ -273,17 +252,12 @@ def torch_installed(site: Site) -> Found:
         return
     if len(distributions) > 1:
         places = ", ".join(f"{d.version} in {d.place}" for d in distributions)
-        yield Defect(
-            f"two torch distributions: {places}",
-            f"pip uninstall torch until none is left, then {install}",
-            code="BG203",
-        )
+        fix = f"pip uninstall torch until none is left, then {install}"
+        yield Defect(f"two torch distributions: {places}", fix, code="BG203")
     elif distributions and not _one_build(distributions[0].version, found.torch_version):
-        yield Defect(
-            f"the metadata states torch {distributions[0].version}, {found.torch} states {found.torch_version}",
-            f"pip uninstall torch, clear PYTHONPATH, then {install}",
-            code="BG203",
-        )
+        stated = f"{distributions[0].version}, {found.torch} states {found.torch_version}"
+        fix = f"pip uninstall torch, clear PYTHONPATH, then {install}"
+        yield Defect(f"the metadata states torch {stated}", fix, code="BG203")
     yield f"{found.torch_version} in {found.torch}"
 
 
@@ -303,15 +277,13 @@ def versions(site: Site) -> Found:
     wheels = {wheel.name for wheel in site.row.wheels}
     wrong = {m.package for m in mismatches(site.row, found)}
     for m in mismatches(site.row, found):
-        if m.package == "torch":
-            yield Defect(_differs(site, m), f"pip install 'torch{m.expected}'")
-        elif m.package in wheels:
+        if m.package in wheels:
             yield Defect(_differs(site, m), _install_wheels(site, wrong), code="BG205")
         elif m.package != "python":  # BG102
-            yield Defect(_differs(site, m), f"pip install '{m.package}{m.expected}'", code="BG204")
-    yield f"as in {site.reference.source}: torch {site.row.torch or 'of any version'}" + "".join(
-        f", {name} {spec}" for name, spec in site.row.packages.items()
-    )
+            code = "BG202" if m.package == "torch" else "BG204"
+            yield Defect(_differs(site, m), f"pip install '{m.package}{m.expected}'", code=code)
+    others = "".join(f", {name} {spec}" for name, spec in site.row.packages.items())
+    yield f"as in {site.reference.source}: torch {site.row.torch or 'of any version'}{others}"
 
 
 def _install_wheels(site: Site, wrong: Container[str]) -> str:
@@ -428,14 +400,10 @@ def driver_version(env_vars: Mapping[str, str], root: Path) -> str | None:
     smi = shutil.which("nvidia-smi", path=env_vars.get("PATH"))
     output = ""
     if smi:
-        try:
-            output = run(
-                [smi, "--query-gpu=driver_version", "--format=csv,noheader"], root, env_vars, DRIVER_SECONDS
-            )
-        except ChildFault:
-            output = (
-                ""  # nvidia-smi finds no driver, or the driver hangs: the module's file may still report it
-            )
+        query = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
+        # nvidia-smi may find no driver, or the driver hangs: the module's file may still report it.
+        with suppress(ChildFault):
+            output = run(query, root, env_vars, DRIVER_SECONDS)
     if not output.strip() and DRIVER_FILE.is_file():
         output = (re.search(r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", DRIVER_FILE.read_text()) or [""])[-1]
     version = re.match(r"\d+(\.\d+)*", output.strip())
@@ -452,14 +420,12 @@ def _holds(rule: str, torch: str) -> bool:
 @check("BG301", "torch imports")
 def torch_imports(site: Site) -> Found:
     """BG301: torch imports and adds two numbers, in a subprocess that may crash."""
-    python = site.interpreter.python
     try:
         version, total = site.interpreter.json("-c", IMPORT, timeout=IMPORT_SECONDS, extra=BLIND)
     except ChildFault as fault:
-        yield Defect(
-            f"`import torch` fails: {fault}",
-            f"{python} -X faulthandler -c 'import torch', then pip install --force-reinstall 'torch{site.row.torch}'",
-        )
+        show = f"{site.interpreter.python} -X faulthandler -c 'import torch'"
+        fix = f"{show}, then pip install --force-reinstall 'torch{site.row.torch}'"
+        yield Defect(f"`import torch` fails: {fault}", fix)
         return
     if total != "2.0":
         yield Defect(f"torch {version} adds 1 and 1 to {total}", "reinstall torch")
@@ -469,22 +435,23 @@ def torch_imports(site: Site) -> Found:
 @check("BG302", "instruments", "BG301")
 def instruments(site: Site) -> Found:
     """BG302: every canary reads its known count; a counter stuck at 0 would make all of its rows look good."""
+    command = f"pytest -m {site.lane} suites/canaries"
     with tempfile.TemporaryDirectory() as cache:
         extra = {**BLIND, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
         try:
             reasons = site.interpreter.json("-c", CANARIES, timeout=CANARY_SECONDS, extra=extra)
         except ChildFault as fault:
-            yield Defect(f"the canaries do not run: {fault}", f"pytest -m {site.lane} suites/canaries")
+            yield Defect(f"the canaries do not run: {fault}", command)
             return
+    instrument = (
+        "its instrument, in bumpgate/plugin/instruments or suites/support/instruments, reads a name that"
+    )
     for name, reason in reasons.items():
         if reason:
-            yield Defect(
-                f"canary {name}: {one_line(reason, 200)}",
-                f"pytest -m {site.lane} suites/canaries; its instrument, in bumpgate/plugin/instruments or "
-                "suites/support/instruments, reads a name that torch may have changed",
-            )
+            fix = f"{command}; {instrument} torch may have changed"
+            yield Defect(f"canary {name}: {one_line(reason, 200)}", fix)
     if not reasons:
-        yield Defect("no canary ran", f"pytest -m {site.lane} suites/canaries")
+        yield Defect("no canary ran", command)
     yield f"{len(reasons)} canaries agree"
 
 
@@ -496,21 +463,21 @@ def variables_have_effect(site: Site) -> Found:
     """
     tables = site.contract["environment"]
     rules = {n: r for n, r in {**tables["always"], **tables["inert"]}.items() if "shows" in r}
-    expected_vars = {n: r["value"] for n, r in tables["always"].items()}
+    extra = BLIND | {n: r["value"] for n, r in tables["always"].items()}
     fields = sorted({r["shows"] for r in rules.values()})
     try:
-        read = site.interpreter.json(
-            "-c", CONFIGURATION, *fields, timeout=IMPORT_SECONDS, extra={**BLIND, **expected_vars}
-        )
+        read = site.interpreter.json("-c", CONFIGURATION, *fields, timeout=IMPORT_SECONDS, extra=extra)
     except ChildFault as fault:
         yield Defect(f"torch's configuration cannot be read: {fault}", f"pytest -m {site.lane} suites/launch")
         return
+    fix = (
+        "clear the sitecustomize or .pth that sets it; if torch renamed it: the contract's line, after review"
+    )
     for name, rule in rules.items():
-        if read[rule["shows"]] != rule["holds"]:
-            yield Defect(
-                f"{rule['shows']} is {one_line(read[rule['shows']], 80)} where {name} should leave it {rule['holds']}",
-                "clear the sitecustomize or .pth that sets it; if torch renamed it: the contract's line, after review",
-            )
+        shown, holds = rule["shows"], rule["holds"]
+        if read[shown] != holds:
+            reason = f"{shown} is {one_line(read[shown], 80)} where {name} should leave it {holds}"
+            yield Defect(reason, fix)
     yield f"{len(rules)} configuration fields read back"
 
 
@@ -538,7 +505,5 @@ def kernel_wheels_run(site: Site) -> Found:
     runnable = {name: smoke for name, smoke in installed.items() if smoke.device in reachable}
     for fault in abi.run_cases(runnable, site.interpreter):
         yield Defect(fault.reason, REBUILD.format(fault.wheel))
-    yield (
-        ", ".join(f"{n}: {len(s.cases)} cases" for n, s in installed.items())
-        or "no kernel wheel is installed"
-    )
+    cases = ", ".join(f"{name}: {len(smoke.cases)} cases" for name, smoke in installed.items())
+    yield cases or "no kernel wheel is installed"

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ import typer
 from bumpgate.core import lanes
 from bumpgate.core.baseline import find_root
 from bumpgate.doctor.checks import CHECKS
-from bumpgate.doctor.examination import CheckResult, Site, Status, examine, healthy, make_site
+from bumpgate.doctor.examination import CheckResult, Status, examine, healthy, make_site
 from bumpgate.table import listing
 
 SCHEMA = 1
@@ -39,34 +39,19 @@ def command(
     site = make_site(root, lane, python or Path(sys.executable), os.environ)
     findings = examine(site, CHECKS)
     if as_json:
-        typer.echo(json.dumps(document(site, findings), indent=1))
+        # Fields are only added; `schema` changes if the meaning of one does.
+        shown: dict[str, Any] = {"schema": SCHEMA, "lane": lane, "python": str(site.interpreter.python)}
+        shown |= {"healthy": healthy(findings), "checks": [f.to_json() for f in findings]}
+        typer.echo(json.dumps(shown, indent=1))
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        typer.echo(render(findings, width) + summary(site, findings))
+        counts = [f"{n} {s.value}" for s in Status if (n := sum(f.status is s for f in findings))]
+        verdict = "healthy" if healthy(findings) else "not fit"
+        typer.echo(f"{render(findings, width)}doctor: lane {lane}: {verdict}: {', '.join(counts)}")
     raise typer.Exit(0 if healthy(findings) else 1)
-
-
-def document(site: Site, findings: Sequence[CheckResult]) -> dict[str, Any]:
-    """Return the --json output. Fields are only added; `schema` changes if the meaning of one does."""
-    return {
-        "schema": SCHEMA,
-        "lane": site.lane,
-        "python": str(site.interpreter.python),
-        "healthy": healthy(findings),
-        "checks": [f.to_json() for f in findings],
-    }
-
-
-def summary(site: Site, findings: Sequence[CheckResult]) -> str:
-    """`doctor: lane cpu: healthy: 19 ok`."""
-    counts = [f"{n} {s.value}" for s in Status if (n := sum(f.status is s for f in findings))]
-    verdict = "healthy" if healthy(findings) else "not fit"
-    return f"doctor: lane {site.lane}: {verdict}: {', '.join(counts)}"
 
 
 def render(findings: Iterable[CheckResult], terminal: int | None = None) -> str:
     """Format findings in the order of the checks, fixes below defects. terminal: width in columns; None: plain."""
-    return listing(
-        ((f.status.value, STYLE[f.status], f"{f.code}  {f.check}: {f.reason}", f.fix) for f in findings),
-        terminal,
-    )
+    lines = ((f.status, f"{f.code}  {f.check}: {f.reason}", f.fix) for f in findings)
+    return listing(((status.value, STYLE[status], text, fix) for status, text, fix in lines), terminal)

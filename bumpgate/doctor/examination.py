@@ -199,13 +199,9 @@ def examine(site: Site, checks: Iterable[Check]) -> list[CheckResult]:
     findings: list[CheckResult] = []
     for check in checks:
         ground = (*NEEDS[check.part], *check.needs)
-        defects = [f for f in findings if f.status is Status.DEFECT and f.code.startswith(ground)]
-        if defects:
-            findings.append(
-                check.result(Status.NOT_RUN, f"{defects[0].code} ({defects[0].check}) comes first")
-            )
-        else:
-            findings += check.run(site)
+        first = next((f for f in findings if f.status is Status.DEFECT and f.code.startswith(ground)), None)
+        reason = f"{first.code} ({first.check}) comes first" if first else ""
+        findings += [check.result(Status.NOT_RUN, reason)] if first else check.run(site)
     return findings
 
 

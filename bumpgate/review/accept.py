@@ -12,16 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from bumpgate.core import lanes
-from bumpgate.core.accepted import (
-    ACCEPTABLE,
-    FILE,
-    MAX_DAYS,
-    MAX_RATIO,
-    Acceptance,
-    covers,
-    load,
-    today,
-)
+from bumpgate.core.accepted import ACCEPTABLE, FILE, MAX_DAYS, MAX_RATIO, Acceptance, covers, load, today
 from bumpgate.core.baseline import find_root
 from bumpgate.core.baseline import load as load_baseline
 from bumpgate.core.errors import BumpgateError, RefusedError, is_line
@@ -79,7 +70,11 @@ def command(
             found = read_judged(measured)
             if isinstance(found, Record):
                 refuse_unproved(found)
-            made = _entry(root, measured, found, row, lane, owner, reason, _day(expires))
+            for name, text in (("owner", owner), ("reason", reason)):
+                if not is_line(text):
+                    raise BumpgateError(f"--{name} must be one line of text in UTF-8, got {text!r}")
+            draft = Acceptance(lane, row, None, owner.strip(), reason.strip(), today(), _day(expires))
+            made = _entry(root, measured, found, draft)
             if not other_tree:
                 _refuse_other_tree(root, measured, found)
             kept = [*(a for a in entries if a.key != made.key), made]
@@ -118,27 +113,13 @@ def _refuse_other_tree(root: Path, path: Path, found: Record | GateFile) -> None
         return
     now = bind(root, path.parent).sources()
     if differences := Binding.of_gate(path, found.binding).sources().differences(now):
-        raise RefusedError(
-            f"{path} was measured from other sources ({'; '.join(differences)}) than these: gate again, or take it as"
-            " it is with --other-tree"
-        )
+        other = f"{path} was measured from other sources ({'; '.join(differences)}) than these"
+        raise RefusedError(f"{other}: gate again, or take it as it is with --other-tree")
 
 
-def _entry(
-    root: Path,
-    path: Path,
-    measured: Record | GateFile,
-    row: str,
-    lane: str,
-    owner: str,
-    reason: str,
-    expires: date,
-) -> Acceptance:
-    """Return the entry to write. Raises RefusedError on a row that cannot be accepted."""
-    for name, text in (("owner", owner), ("reason", reason)):
-        if not is_line(text):
-            raise BumpgateError(f"--{name} must be one line of text in UTF-8, got {text!r}")
-    made = Acceptance(lane, row, None, owner.strip(), reason.strip(), today(), expires)
+def _entry(root: Path, path: Path, measured: Record | GateFile, made: Acceptance) -> Acceptance:
+    """Return the entry with the measured value or ratio. Raises RefusedError on a row that cannot be accepted."""
+    lane, row = made.lane, made.row
     gate = measured if isinstance(measured, GateFile) else None
     record = measured.candidate.record if isinstance(measured, GateFile) else measured
     found = measured.lane if isinstance(measured, GateFile) else measured.provenance.get("lane")
@@ -153,8 +134,8 @@ def _entry(
     baseline = load_baseline(root / "baselines" / f"{lane}.json", lane)
     if not (judgement.red or judgement.accepted):
         raise RefusedError(f"{row}: {judgement.label}: nothing to accept")
+    why = f"{judgement.verdict.value}: {judgement.reason}"
     if judgement.verdict not in ACCEPTABLE:
-        why = f"{judgement.verdict.value}: {judgement.reason}"
         raise RefusedError(f"{row}: {why}; only a measured difference can be accepted")
     if not covers(made, judgement.row, baseline):
         raise RefusedError(f"{row}: {judgement.verdict.value} whatever is accepted: {judgement.reason}")

@@ -29,9 +29,8 @@ def reviewed(
     Raises AdoptionError (one line) unless they cover every finding that holds the gate, and every undecided time.
     """
     if rows and len(reasons) not in (1, len(rows)):
-        raise AdoptionError(
-            f"{len(rows)} --reviewed and {len(reasons)} --reason: pass one reason for each, or one for all"
-        )
+        given = f"{len(rows)} --reviewed and {len(reasons)} --reason"
+        raise AdoptionError(f"{given}: pass one reason for each, or one for all")
     if reasons and not rows:
         raise AdoptionError("--reason requires --reviewed: name the rows")
     if faulty := [reason for reason in reasons if not is_line(reason)]:
@@ -44,8 +43,8 @@ def reviewed(
                 by_row.setdefault(row, []).append(f)
     named: dict[str, str] = {}
     each = list(reasons) * (len(rows) if len(reasons) == 1 else 1)
-    given = [("--reviewed", glob, reason) for glob, reason in zip(rows, each)]
-    for where, glob, reason in (*given, *(_of_file(file) if file else ())):
+    options = [("--reviewed", glob, reason) for glob, reason in zip(rows, each)]
+    for where, glob, reason in (*options, *(_of_file(file) if file else ())):
         matched = [row for row in by_row if fnmatchcase(row, glob)]
         if not matched:
             raise AdoptionError(f"{where} {glob!r}: no finding that holds this gate has such a row")
@@ -56,14 +55,10 @@ def reviewed(
         raise AdoptionError(f"a failed test cannot be reviewed away: {'; '.join(f.cause for f in failed)}")
     if left := [row for row in by_row if row not in named]:
         causes = "; ".join(f"{f.label} {row}" for row in left for f in by_row[row])
-        raise AdoptionError(
-            f"not reviewed ({len(left)}): {causes}; name each with --reviewed ROW --reason TEXT,"
-            " or all of them in a --review FILE"
-        )
-    return tuple(
-        ReviewedFinding(row, "; ".join(f.cause + _worse_end(gate, f, row) for f in by_row[row]), reason)
-        for row, reason in named.items()
-    )
+        how = "name each with --reviewed ROW --reason TEXT, or all of them in a --review FILE"
+        raise AdoptionError(f"not reviewed ({len(left)}): {causes}; {how}")
+    found = {row: "; ".join(f.cause + _worse_end(gate, f, row) for f in by_row[row]) for row in named}
+    return tuple(ReviewedFinding(row, found[row], reason) for row, reason in named.items())
 
 
 def _worse_end(gate: GateFile, f: Finding, row: str) -> str:

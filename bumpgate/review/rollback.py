@@ -53,16 +53,13 @@ def command(
     if adoption:
         _undo(root, lane)
     undone = not lock and lane in adoptions.load(root).unverified
+    path = lock or LaneContext(root, lane).lock_path
     try:
-        typer.echo(
-            _restored(root, lane, lock or LaneContext(root, lane).lock_path, smoke=smoke, undone=undone)
-        )
+        typer.echo(_restored(root, lane, path, smoke=smoke, undone=undone))
     except BaseException:
         if undone:
-            again = f"finish it with: bumpgate rollback {lane}"
-            typer.echo(
-                f"the files of lane {lane} are restored, but its set is not verified: {again}", err=True
-            )
+            words = f"the files of lane {lane} are restored, but its set is not verified"
+            typer.echo(f"{words}: finish it with: bumpgate rollback {lane}", err=True)
         raise
     if undone:
         with writing(root):
@@ -87,9 +84,11 @@ def _restored(root: Path, lane: str, path: Path, *, smoke: bool, undone: bool) -
     how = "verified, built offline" if offline else "built by their hashes"
     line = f"rollback {lane}: {len(found.packages)} wheels {how} in {time.monotonic() - started:.0f} s"
     try:
-        if smoke and (tests := smoke_tests(root, lane)):
+        tests = smoke_tests(root, lane) if smoke else ()
+        if tests:
             run = run_smoke(environment, root, lane, tests)
-            line += f", {'; '.join(dict.fromkeys(map(_file, tests)))} green in {run.seconds:.0f} s"
+            files = dict.fromkeys(test.partition("::")[0] for test in tests)
+            line += f", {'; '.join(files)} green in {run.seconds:.0f} s"
         elif smoke:
             line += f", nothing run: lane {lane} declares no smoke tests"
     finally:
@@ -108,9 +107,8 @@ def _undo(root: Path, lane: str) -> None:
             if undone.operation == Operation(ADOPTION, lane):
                 adoptions.set_unverified(root, lane, True)
         if lane in adoptions.load(root).unverified:
-            typer.echo(
-                f"the files of lane {lane} are restored, its set is rebuilt now: nothing else is undone"
-            )
+            words = "its set is rebuilt now: nothing else is undone"
+            typer.echo(f"the files of lane {lane} are restored, {words}")
             return
         entry = adoptions.undo(root, lane, today())
     typer.echo(f"restored {', '.join(entry.after)}: lane {lane}, torch {entry.new} -> {entry.old}")
@@ -139,13 +137,8 @@ def verify(lock: Lock, lane: str) -> None:
 
 def rebuild(root: Path, path: Path, lock: Lock, lane: str, *, offline: bool = True) -> Environment:
     """Rebuild the environment of a lock, since a cached one may be damaged. Raises RefusedError if it is in use."""
-    request = Request(
-        lock=path,
-        python=lock.python or RUNNING,
-        script=LaneContext(root, lane).script,
-        offline=offline,
-        name=f"rollback {lane}",
-    )
+    python, script = lock.python or RUNNING, LaneContext(root, lane).script
+    request = Request(lock=path, python=python, script=script, offline=offline, name=f"rollback {lane}")
     if not discard(request_key(request, None), _cache()):
         raise RefusedError(f"the last rollback of {lane} is in use; end what runs in it first")
     return build(request, root=_cache())
@@ -157,18 +150,13 @@ def smoke_tests(root: Path, lane: str) -> tuple[str, ...]:
     return declared.smoke or tuple(filter(None, [declared.canaries]))
 
 
-def _file(test: str) -> str:
-    return test.partition("::")[0]
-
-
 def run_smoke(environment: Environment, root: Path, lane: str, tests: tuple[str, ...]) -> LaneRun:
     """Run the smoke suite. Raises RefusedError (one line) if it is not green."""
     record = environment.python.parents[1] / "smoke.json"
     run = run_lane(environment.python, root, lane, tests, record, timeout=SMOKE_SECONDS)
     if run.failure or run.code or run.record is None or run.record.red:
         red = [j.row.id for j in run.record.judgements if j.red] if run.record else []
-        why = run.failure or (
-            f"{len(red)} red rows, first {red[0]}" if red else f"pytest ended with {run.code}"
-        )
+        ended = f"{len(red)} red rows, first {red[0]}" if red else f"pytest ended with {run.code}"
+        why = run.failure or ended
         raise RefusedError(f"rebuilt, but its smoke suite is not green: {why} (log: {run.log})")
     return run

@@ -7,16 +7,18 @@ import resource
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from bumpgate.doctor import abi
 from bumpgate.doctor import command as doctor
 from bumpgate.doctor.checks import CHECKS
-from bumpgate.doctor.examination import CheckResult, Part, Status
+from bumpgate.doctor.examination import Check, CheckResult, Defect, NotRun, Part, Status
 from bumpgate.env import store
 from bumpgate.env.locks import Locked, Wheel, lock_text, read_lock
 from bumpgate.env.store import sha256_of
@@ -134,29 +136,37 @@ ENVIRONMENT: dict[str, tuple[Break, str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(f, marks=planted("C28", f)) for f in ENVIRONMENT],
-    ids=lambda f: f.replace(" ", "-"),
-)
+def planted_faults_of(table: dict[str, object]) -> pytest.MarkDecorator:
+    cases = [pytest.param(fault, marks=planted("C28", fault)) for fault in table]
+    return pytest.mark.parametrize("fault", cases, ids=lambda fault: fault.replace(" ", "-"))
+
+
+def expect(findings: list[CheckResult], code: str, reason: str, fix: str) -> None:
+    found = by_code(findings, code)
+    assert (reason in found.reason, fix in found.fix) == (True, True), found
+    assert "\n" not in found.reason + found.fix
+
+
+@planted_faults_of(ENVIRONMENT)
 def test_environment_defect_is_found_before_importing_torch(machine: Machine, fault: str) -> None:
-    plant, code, reason, fix = ENVIRONMENT[fault]
+    plant, code, *words = ENVIRONMENT[fault]
     plant(machine)
     findings = machine.examine()
     assert defects(findings) == [code]
-    found = by_code(findings, code)
-    assert reason in found.reason
-    assert fix in found.fix
-    assert "\n" not in found.reason + found.fix
+    expect(findings, code, *words)
     later = [f for f in findings if f.part is not Part.ENVIRONMENT]
     assert {f.status for f in later} == {Status.NOT_RUN}
     assert later[0].reason.startswith(code)
     assert machine.torch_imports == []
 
 
+def checks(*titles: str) -> list[Check]:
+    return [check for check in CHECKS if {check.title, check.code} & {*titles}]
+
+
 @planted("C28", "a cache disk that refuses the write itself")
-def test_full_cache_disk_is_a_separate_defect(machine: Machine) -> None:
-    cache = [check for check in CHECKS if check.title == "cache directories"]
+def test_full_cache_disk_is_a_separate_defect(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = checks("cache directories")
     assert defects(machine.examine(checks=cache)) == []
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
@@ -164,12 +174,7 @@ def test_full_cache_disk_is_a_separate_defect(machine: Machine) -> None:
         findings = machine.examine(checks=cache)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert defects(findings) == ["BG109"]
-    assert "File too large" in findings[0].reason
-
-
-def test_little_space_is_reported_in_mib(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = [check for check in CHECKS if check.title == "cache directories"]
+    assert (defects(findings), "File too large" in findings[0].reason) == (["BG109"], True)
     monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=3 << 20))
     findings = machine.examine(checks=cache)
     assert ": 3 MiB free, the contract requires 1024 MiB" in findings[0].reason
@@ -226,17 +231,13 @@ VERSIONS: dict[str, tuple[Break, str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=planted("C28", f)) for f in VERSIONS], ids=lambda f: f.replace(" ", "-")
-)
+@planted_faults_of(VERSIONS)
 def test_wrong_versions_are_found_without_importing_torch(machine: Machine, fault: str) -> None:
-    plant, code, reason, fix = VERSIONS[fault]
+    plant, code, *words = VERSIONS[fault]
     plant(machine)
     findings = machine.examine(Part.VERSIONS, Part.ACCELERATOR)
     assert code in defects(findings)
-    found = by_code(findings, code)
-    assert reason in found.reason
-    assert fix in found.fix
+    expect(findings, code, *words)
     assert {f.status for f in findings if f.part is Part.ACCELERATOR} == {Status.NOT_RUN}
     assert machine.torch_imports == []
 
@@ -303,39 +304,29 @@ def test_cuda_builds_and_drivers(
 ) -> None:
     machine.torch(torch, cuda)
     machine.program("nvidia-smi", f"echo {driver}" if driver else "echo no devices >&2; exit 9")
-    checks = [check for check in CHECKS if check.code in ("BG209", "BG210")]
-    found = {f.code: f for f in machine.examine(lane="h200", checks=checks) if f.status is not Status.OK}
-    assert {code: words in found[code].reason for code, words in expected.items()} == dict.fromkeys(
-        found, True
-    )
-    assert all(
-        (f.status is Status.WARNING) == ("is no longer" not in f.reason)
-        for f in found.values()
-        if "09" in f.code
-    )
+    examined = machine.examine(lane="h200", checks=checks("BG209", "BG210"))
+    found = {f.code: f for f in examined if f.status is not Status.OK}
+    assert found.keys() == expected.keys()
+    for code, words in expected.items():
+        assert words in found[code].reason
+        assert (found[code].status is Status.WARNING) == (code == "BG209" and "no longer" not in words)
 
 
 TORCHES = {
-    "raises": (
-        "raise ImportError('libcudart.so.13: cannot open shared object file')",
-        "exit 1: ImportError: libcudart",
-    ),
+    "raises": ("raise ImportError('libcudart.so.13: absent')", "exit 1: ImportError: libcudart"),
     "aborts": ("import os; os.abort()", "killed by SIGABRT"),
     "segfaults": ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
     "exits": ("raise SystemExit(0)", "printed no result"),
 }
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=planted("C28", f"a torch that {f} at import")) for f in TORCHES]
-)
+@planted_faults_of({f"a torch that {fault} at import": fault for fault in TORCHES})
 def test_torch_import_failure_is_reported(machine: Machine, fault: str) -> None:
-    text, words = TORCHES[fault]
+    text, words = TORCHES[fault.split()[3]]
     machine.torch("2.13.0", text=text)
     findings = machine.examine(Part.INSTRUMENTS)
     assert defects(findings) == ["BG301"]
-    assert words in findings[0].reason
-    assert "import torch" in findings[0].fix
+    expect(findings, "BG301", words, "import torch")
     assert {f.status for f in findings[1:]} == {Status.NOT_RUN}
     assert machine.torch_imports == ["''"], "one child process has imported it"
 
@@ -343,25 +334,21 @@ def test_torch_import_failure_is_reported(machine: Machine, fault: str) -> None:
 @planted("C28", "a counter that torch renamed")
 def test_silent_instrument_is_reported(machine: Machine) -> None:
     machine.own("bumpgate/plugin/instruments")
-    machine.edit(
-        "bumpgate/plugin/instruments/dynamo.py", 'sum(counters["graph_break"]', 'sum(counters["graph_breaks"]'
-    )
-    findings = machine.examine(checks=[check for check in CHECKS if check.title == "instruments"])
-    assert [f.code for f in findings] == ["BG302"]
-    assert findings[0].reason.startswith("canary graph_breaks: CanaryError: ")
-    assert "counters['graph_break']: read 0, known 1" in findings[0].reason
-    assert "suites/canaries" in findings[0].fix
+    counted, renamed = (f'sum(counters["{name}"]' for name in ("graph_break", "graph_breaks"))
+    machine.edit("bumpgate/plugin/instruments/dynamo.py", counted, renamed)
+    (found,) = machine.examine(checks=checks("instruments"))
+    assert (found.code, "suites/canaries" in found.fix) == ("BG302", True)
+    assert found.reason.startswith("canary graph_breaks: CanaryError: ")
+    assert "counters['graph_break']: read 0, known 1" in found.reason
 
 
 @planted("C28", "the autotuning timeout removed")
 def test_setting_without_effect_is_reported(machine: Machine) -> None:
-    checks = [check for check in CHECKS if check.code == "BG303"]
-    assert defects(machine.examine(checks=checks)) == []
+    assert defects(machine.examine(checks=checks("BG303"))) == []
     name = "max_autotune_subproc_result_timeout_seconds"
     machine.at_start(f"import torch._inductor.config as c\nc.{name} = None\n")
-    findings = machine.examine(checks=checks)
-    assert defects(findings) == ["BG303"]
-    assert f"{name} is None where" in findings[0].reason
+    findings = machine.examine(checks=checks("BG303"))
+    assert (defects(findings), f"{name} is None where" in findings[0].reason) == (["BG303"], True)
 
 
 SMOKE = '''[wheels.pytest]
@@ -381,16 +368,15 @@ cases = ["fine", "crash", "exit", "fine too"]
 def test_installed_wheel_is_smoke_tested(machine: Machine) -> None:
     path = machine.root / LANE
     whole = path.read_text()
-    checks = [check for check in CHECKS if check.code == "BG402"]
     path.write_text(whole + SMOKE.format("cpu"))
-    findings = machine.examine(checks=checks)
+    findings = machine.examine(checks=checks("BG402"))
     assert [(f.code, f.reason) for f in findings] == [
         ("BG402", "pytest crash: killed by SIGABRT"),
         ("BG402", "pytest exit: ended with exit code 0 before it had done its work"),
     ]
     assert findings[0].fix.endswith(" pytest")
     path.write_text(whole + SMOKE.format("cuda"))
-    (idle,) = machine.examine(checks=checks)
+    (idle,) = machine.examine(checks=checks("BG402"))
     assert (idle.status, idle.reason) == (Status.NOT_RUN, "pytest: needs cuda, which lane cpu does not have")
 
 
@@ -404,39 +390,26 @@ def test_device_is_checked_last(machine: Machine) -> None:
     assert "no NVIDIA H200" in findings[0].reason
 
 
+NOT_THE_CONTRACT = "contract.toml: not the contract"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "file", "content", "words"),
     [
-        (("--lane", "gpu"), "unknown lane 'gpu'; lanes: cpu, h100, h200, h200x2, v6e"),
-        (("--python", "/absent/python"), "--python /absent/python: no such interpreter"),
-        (("--frob",), "--frob"),
+        (("--lane", "gpu"), "", "", "unknown lane 'gpu'; lanes: cpu, h100, h200, h200x2, v6e"),
+        (("--python", "/absent/python"), "", "", "--python /absent/python: no such interpreter"),
+        (("--frob",), "", "", "--frob"),
+        ((), "launch/contract.toml", "schema = ", f"{NOT_THE_CONTRACT} (Invalid value"),
+        ((), "launch/contract.toml", "schema = 1", f"{NOT_THE_CONTRACT} (caches is missing); restore it"),
+        ((), LANE, "wheel = 2", "lanes/cpu/lane.toml: unknown field 'wheel'"),
     ],
 )
-def test_bad_doctor_input_is_one_line_and_exit_4(
-    machine: Machine, arguments: tuple[str, ...], words: str
+def test_bad_input_is_one_line_and_exit_4(
+    machine: Machine, arguments: tuple[str, ...], file: str, content: str, words: str
 ) -> None:
+    if file:
+        (machine.root / file).write_text(content)
     done = cli(machine, *arguments)
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (4, "", 1)
-    assert words in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "words"),
-    [
-        ("launch/contract.toml", "schema = ", "contract.toml: not the contract (Invalid value"),
-        (
-            "launch/contract.toml",
-            "schema = 1",
-            "contract.toml: not the contract (caches is missing); restore it",
-        ),
-        (LANE, "wheel = 2", "lanes/cpu/lane.toml: unknown field 'wheel'"),
-    ],
-)
-def test_unreadable_files_are_one_line_and_exit_4(
-    machine: Machine, file: str, content: str, words: str
-) -> None:
-    (machine.root / file).write_text(content)
-    done = cli(machine)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (4, "", 1)
     assert words in done.stderr
 
@@ -445,11 +418,9 @@ def test_defect_exits_1_and_text_agrees_with_json(machine: Machine) -> None:
     machine.environment["TORCHINDUCTOR_CACHE_DIR"] = "/absent"
     plain, as_json = cli(machine), cli(machine, "--json")
     assert (plain.returncode, as_json.returncode, plain.stderr) == (1, 1, "")
-    assert (
-        "DEFECT        BG107  cache directories: TORCHINDUCTOR_CACHE_DIR=/absent does not exist\n"
-        in plain.stdout
-    )
-    assert "\n              -> mkdir -p /absent, or export TORCHINDUCTOR_CACHE_DIR" in plain.stdout
+    line = "DEFECT        BG107  cache directories: TORCHINDUCTOR_CACHE_DIR=/absent does not exist\n"
+    fix = "              -> mkdir -p /absent, or export TORCHINDUCTOR_CACHE_DIR"
+    assert line + fix in plain.stdout
     assert plain.stdout.splitlines()[-1] == "doctor: lane cpu: not fit: 8 ok, 1 DEFECT, 11 not run"
     document = json.loads(as_json.stdout)
     assert not document["healthy"]
@@ -465,3 +436,42 @@ def test_terminal_rendering_keeps_complete_text() -> None:
     assert "\x1b[" in shown
     assert (shown.count("y"), shown.count("z")) == (90, 90)
     assert "\x1b[" not in doctor.render([finding])
+
+
+BAD, OLD = Defect("it is bad", "fix it"), Defect("it is old", "renew it", "old", warning=True)
+
+
+def results(*yielded: Defect | NotRun | str) -> list[tuple[str, Status, str]]:
+    def examine(site: Any) -> Iterator[Defect | NotRun | str]:
+        yield from yielded
+
+    site: Any = None
+    check = Check("own", next(iter(Part)), "a title", examine)
+    return [(found.code, found.status, found.reason) for found in check.run(site)]
+
+
+@pytest.mark.parametrize("first", ["fine", NotRun("no compiler")], ids=["text", "not run"])
+def test_defects_after_another_result_are_reported(first: str | NotRun) -> None:
+    found = results(first, BAD, OLD, BAD)
+    assert found[-3:] == [
+        ("own", Status.DEFECT, "it is bad"),
+        ("old", Status.WARNING, "it is old"),
+        ("own", Status.DEFECT, "it is bad"),
+    ]
+    assert found[:-3] == ([] if isinstance(first, str) else [("own", Status.NOT_RUN, "no compiler")])
+
+
+def test_check_is_ok_only_if_it_ran_and_found_nothing() -> None:
+    assert results() == [("own", Status.OK, "")]
+    assert results("one", "two") == [("own", Status.OK, "two")]
+    assert results("one", NotRun("no compiler")) == [("own", Status.NOT_RUN, "no compiler")]
+
+
+def test_packages_that_no_tool_can_read_are_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a kernel wheel, other packages that link torch are left unaudited."""
+    monkeypatch.setattr(abi, "missing_tool", lambda: "nm")
+    nothing = SimpleNamespace(wheels=(), installed=lambda name: None)
+    site: Any = SimpleNamespace(inventory=nothing, smoke={}, row=nothing)
+    (found,) = checks("BG207")[0].run(site)
+    assert found.status is Status.NOT_RUN
+    assert found.reason.startswith("nm is not on PATH: no package is audited")

@@ -41,30 +41,17 @@ def script(workflow: str, name: str) -> str:
     return found
 
 
-def test_three_workflows_and_the_action_exist() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["mutation", "nightly", "pull_request"]
-    assert ACTION.is_file()
-
-
 @pytest.mark.parametrize("path", [*WORKFLOWS, ACTION], ids=lambda p: p.name)
-def test_ci_file_is_valid_by_github_schema(path: Path) -> None:
+def test_ci_file_is_valid_pinned_and_pastes_no_untrusted_input(path: Path) -> None:
+    assert [path.stem for path in WORKFLOWS] == ["mutation", "nightly", "pull_request"]
     schema = "vendor.github-actions" if path == ACTION else "vendor.github-workflows"
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("path", [*WORKFLOWS, ACTION, ROOT / "docs" / "ci.md"], ids=lambda p: p.name)
-def test_every_action_is_pinned_to_a_commit_with_version(path: Path) -> None:
-    used = re.findall(r"uses: (.+)", path.read_text())
-    assert all(PINNED.match(name) for name in used), used
-
-
-@pytest.mark.parametrize("path", [*WORKFLOWS, ACTION], ids=lambda p: p.name)
-def test_scripts_do_not_interpolate_untrusted_input(path: Path) -> None:
-    pasted = [s["run"] for s in steps(path) if UNTRUSTED.search(s.get("run", ""))]
-    assert not pasted
+    assert [s["run"] for s in steps(path) if UNTRUSTED.search(s.get("run", ""))] == []
     assert path == ACTION or load(path)["permissions"]["contents"] == "read"
+    for page in (path, ROOT / "docs" / "ci.md"):
+        assert [name for name in re.findall(r"uses: (.+)", page.read_text()) if not PINNED.match(name)] == []
 
 
 def test_every_ci_tox_environment_exists() -> None:
@@ -76,46 +63,37 @@ def test_every_ci_tox_environment_exists() -> None:
     assert all(any(re.fullmatch(family, name) for family in families) for name in named)
 
 
-def a_gate(folder: Path, lane: str, decision: str, **changes: object) -> None:
+def a_gate(folder: Path, lane: str, decision: str) -> Path:
     findings = [{"decision": "HOLD", "repro": f"pytest -m {lane} -n 0 'suites/a.py::t[x y]'"}]
-    raw = {
-        "lane": lane,
-        "decision": decision,
-        "finished": True,
-        "findings": findings if decision == "HOLD" else [],
-        "sides": {
-            s: {"packages": {"torch": v}} for s, v in (("adopted", "2.13.0+cpu"), ("candidate", "2.14.0+cpu"))
-        },
-    }
-    (folder / f"bumpgate-{lane}").mkdir()
-    (folder / f"bumpgate-{lane}" / "gate.json").write_text(json.dumps(raw | changes))
+    versions = (("adopted", "2.13.0+cpu"), ("candidate", "2.14.0+cpu"))
+    raw = {"lane": lane, "decision": decision, "finished": True}
+    raw |= {"findings": findings if decision == "HOLD" else []}
+    raw |= {"sides": {side: {"packages": {"torch": version}} for side, version in versions}}
+    path = folder / f"bumpgate-{lane}" / "gate.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(raw))
+    return path
 
 
-def every_lane(folder: Path) -> tuple[int, str]:
-    done = subprocess.run(
-        ["bash", "-e", "-o", "pipefail", "-c", script("nightly.yml", "Every lane reported, and adopts")],
-        cwd=folder,
-        env=os.environ | {"LANES": " ".join(LANES)},
-        capture_output=True,
-        text=True,
-    )
+def run_script(name: str, folder: Path, **variables: str) -> tuple[int, str]:
+    """Run a script of nightly.yml; return its exit code and output."""
+    command = ["bash", "-e", "-o", "pipefail", "-c", script("nightly.yml", name)]
+    env = os.environ | variables
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     return done.returncode, done.stdout
 
 
-def test_nightly_is_green_if_every_lane_adopts(tmp_path: Path) -> None:
+def test_nightly_gates_every_lane() -> None:
     raw = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]
     assert raw["gate"]["strategy"]["matrix"]["lane"] == "${{ fromJSON(needs.lanes.outputs.names) }}"
     assert 'bumpgate" lanes --json' in script("nightly.yml", "List the lanes")
-    assert raw["every-lane"]["if"] == "always()"
-    assert raw["every-lane"]["needs"] == ["lanes", "gate"]
-    for lane in LANES:
-        a_gate(tmp_path, lane, "ADOPT")
-    assert every_lane(tmp_path) == (0, "".join(f"{lane}: ADOPT\n" for lane in LANES))
+    assert (raw["every-lane"]["if"], raw["every-lane"]["needs"]) == ("always()", ["lanes", "gate"])
 
 
 @pytest.mark.parametrize(
     ("spoil", "verdict"),
     [
+        (lambda path: None, "ADOPT"),
         (lambda path: path.unlink(), "NO REPORT"),
         (lambda path: path.write_text("{"), "NO REPORT"),
         (lambda path: path.write_text(path.read_text().replace("ADOPT", "HOLD")), "HOLD"),
@@ -123,32 +101,25 @@ def test_nightly_is_green_if_every_lane_adopts(tmp_path: Path) -> None:
         (lambda path: path.write_text(path.read_text().replace("true", "false")), "UNKNOWN"),
         (lambda path: path.write_text(path.read_text().replace('"h200"', '"cpu"')), "UNKNOWN"),
     ],
-    ids=["absent", "cut off", "held", "unknown", "not finished", "of another lane"],
+    ids=["green", "absent", "cut off", "held", "unknown", "not finished", "of another lane"],
 )
-def test_nightly_is_red_if_a_lane_is_absent_or_not_adopted(tmp_path: Path, spoil: Any, verdict: str) -> None:
-    for lane in LANES:
-        a_gate(tmp_path, lane, "ADOPT")
-    spoil(tmp_path / "bumpgate-h200" / "gate.json")
+def test_nightly_is_green_only_if_every_lane_adopts(tmp_path: Path, spoil: Any, verdict: str) -> None:
+    files = {lane: a_gate(tmp_path, lane, "ADOPT") for lane in LANES}
+    spoil(files["h200"])
     found = dict.fromkeys(LANES, "ADOPT") | {"h200": verdict}
-    assert every_lane(tmp_path) == (1, "".join(f"{lane}: {what}\n" for lane, what in found.items()))
+    printed = "".join(f"{lane}: {what}\n" for lane, what in found.items())
+    ran = run_script("Every lane reported, and adopts", tmp_path, LANES=" ".join(LANES))
+    assert ran == (verdict != "ADOPT", printed)
 
 
 def test_red_nightly_bisects_the_held_findings(tmp_path: Path) -> None:
-    a_gate(tmp_path, "cpu", "HOLD")
-    a_gate(tmp_path, "h200", "UNKNOWN")
-    a_gate(tmp_path, "v6e", "ADOPT")
+    for lane, decision in (("cpu", "HOLD"), ("h200", "UNKNOWN"), ("v6e", "ADOPT")):
+        a_gate(tmp_path, lane, decision)
     output = tmp_path / "output"
-    subprocess.run(
-        ["bash", "-e", "-c", script("nightly.yml", "What each lane holds back for")],
-        cwd=tmp_path,
-        env=os.environ | {"GITHUB_OUTPUT": str(output)},
-        check=True,
-    )
+    assert run_script("What each lane holds back for", tmp_path, GITHUB_OUTPUT=str(output))[0] == 0
     name, _, found = output.read_text().strip().partition("=")
-    assert name == "held"
-    assert json.loads(found) == [
-        {"lane": "cpu", "good": "2.13.0", "bad": "2.14.0", "test": "suites/a.py::t[x y]"}
-    ]
+    held = {"lane": "cpu", "good": "2.13.0", "bad": "2.14.0", "test": "suites/a.py::t[x y]"}
+    assert (name, json.loads(found)) == ("held", [held])
 
 
 STUB = """#!/usr/bin/env bash
@@ -172,15 +143,8 @@ def use_action(folder: Path, *, comments: str = "", code: int = 0, **inputs: str
     (folder / "comments").write_text(comments)
     outputs, log = folder / "outputs", folder / "log"
     outputs.touch()
-    values = {
-        "lane": "mine",
-        "candidate": "",
-        "nightly": "false",
-        "selection": "",
-        "budget": "",
-        "token": "t",
-    }
-    values |= inputs
+    values = {"lane": "mine", "nightly": "false", "token": "t"}
+    values |= dict.fromkeys(("candidate", "selection", "budget"), "") | inputs
     given = {f"inputs.{name.replace('_', '-')}": value for name, value in values.items()}
     given |= {"runner.temp": str(folder / "temp"), "github.repository": "o/r"}
     for step in steps(ACTION):
@@ -194,42 +158,37 @@ def use_action(folder: Path, *, comments: str = "", code: int = 0, **inputs: str
             variables = {k: v.replace(f"${{{{ {name} }}}}", value) for k, v in variables.items()}
         if step["name"] == "Gate":
             variables["CODE"] = str(code)
-        done = subprocess.run(
-            ["bash", "-e", "-o", "pipefail", "-c", step["run"]],
-            cwd=folder,
-            env=os.environ
-            | {"GITHUB_OUTPUT": str(outputs), "GITHUB_STEP_SUMMARY": str(folder / "summary")}
-            | {"RUNNER_TEMP": str(folder / "temp"), "LOG": str(log), "COMMENTS": str(folder / "comments")}
-            | {"PATH": f"{tools}:{os.environ['PATH']}"}
-            | variables,
-        )
+        paths = {"GITHUB_OUTPUT": outputs, "GITHUB_STEP_SUMMARY": folder / "summary", "LOG": log}
+        paths |= {"RUNNER_TEMP": folder / "temp", "COMMENTS": folder / "comments"}
+        env = os.environ | {name: str(path) for name, path in paths.items()}
+        env |= {"PATH": f"{tools}:{os.environ['PATH']}"} | variables
+        done = subprocess.run(["bash", "-e", "-o", "pipefail", "-c", step["run"]], cwd=folder, env=env)
         assert done.returncode == (code if step["name"] == "Verdict" else 0), step["name"]
     return log.read_text(), outputs.read_text()
 
 
 def test_action_gates_the_newest_release_and_comments_once(tmp_path: Path) -> None:
     calls, outputs = use_action(tmp_path, code=1, budget="20", selection="tests/a.py -k 'x y'")
-    assert "bumpgate versions torch\n" in calls
     gate = (
         "bumpgate gate --lane mine --candidate torch==2.14.0 --out bumpgate-mine --anchor history --budget 20"
     )
-    assert f"{gate} -- tests/a.py -k x y\n" in calls
+    post = "gh api --silent --method POST repos/o/r/issues/7/comments -F body=@"
+    for call in ("bumpgate versions torch\n", f"{gate} -- tests/a.py -k x y\n", post):
+        assert call in calls
     assert "decision=HOLD" in outputs
-    assert "gh api --silent --method POST repos/o/r/issues/7/comments -F body=@" in calls
     comment = (tmp_path / "temp" / "comment.md").read_text()
     assert comment == "<!-- bumpgate mine -->\nHOLD: torch 2.14.0\n"
     assert (tmp_path / "summary").read_text() == "HOLD: torch 2.14.0\n"
 
 
-def test_action_updates_its_comment(tmp_path: Path) -> None:
-    calls, _ = use_action(tmp_path, comments="41\n42\n", candidate="torch==2.15.0", nightly="true")
-    assert "bumpgate versions" not in calls
+def test_action_updates_its_comment_and_can_list_nightlies(tmp_path: Path) -> None:
+    for name in ("named", "newest"):
+        (tmp_path / name).mkdir()
+    named = {"comments": "41\n42\n", "candidate": "torch==2.15.0", "nightly": "true"}
+    calls, _ = use_action(tmp_path / "named", **named)
     assert "gh api --silent --method PATCH repos/o/r/issues/comments/41 -F body=@" in calls
-    assert "POST" not in calls
-
-
-def test_action_can_list_nightlies_and_installs_from_its_own_files(tmp_path: Path) -> None:
-    calls, _ = use_action(tmp_path, nightly="true")
+    assert ("bumpgate versions" in calls, "POST" in calls) == (False, False)
+    calls, _ = use_action(tmp_path / "newest", nightly="true")
     assert "bumpgate versions torch --pre\n" in calls
     (install,) = (s["run"] for s in steps(ACTION) if s.get("name") == "Install the controller")
-    assert '"$GITHUB_ACTION_PATH[report]"' in install
+    assert '"$GITHUB_ACTION_PATH[report]"' in install, "the action installs its own files"

@@ -422,4 +422,4 @@ def test_gate_of_another_lane_without_its_records_is_refused(tmp_path: Path) -> 
     """Only gate.json was copied, so that no record states the lane."""
     gate = replace(gate_of(), timed={SECONDS: Paired("SLOWER", 1.4, (1.3, 1.5), 16)})
     with pytest.raises(RefusedError, match=r"gate.json is of lane 'h200', not 'cpu'"):
-        accept._entry(tmp_path, tmp_path / "gate.json", gate, SECONDS, "cpu", "ann", "why", TODAY)
+        accept._entry(tmp_path, tmp_path / "gate.json", gate, entry(None, row=SECONDS))

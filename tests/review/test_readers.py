@@ -70,26 +70,57 @@ def days(text: str) -> str:
     return text.replace('"2026-11-01"', "2026-11-01")
 
 
-PLAN = journal.BisectPlan(("1", "2", "3"), "1", "3", ("x",))
 WHO = {"lane": "cpu", "row": BREAKS, "value": 1, "owner": "a", "reason": "b"}
-TOML: dict[str, tuple[dict[str, Any], Callable[[Path], object]]] = {
+ADOPTION = dict.fromkeys(("lane", "candidate", "from", "to", "decision", "gate", "commit"), "x")
+ADOPTION |= {"day": "2026-11-01", "before": {"a": ""}, "after": {"a": ""}}
+CUT_SHORT = {
+    "kind": "adoption",
+    "lane": "cpu",
+    "files": {"baselines/cpu.json": {"before": None, "after": "x"}},
+}
+
+
+def of_plan(path: Path) -> None:
+    journal.begin(path, journal.BisectPlan(("1", "2", "3"), "1", "3", ("x",))).close()
+
+
+def of_baseline(path: Path) -> None:
+    baseline.save(path, Baseline("cpu", {"torch": "1"}, {BREAKS: Reviewed(1, "n", "exact")}))
+
+
+def of_reading(path: Path) -> None:
+    probe.keep(probe.Reading(path.parent, probe.Cause.RAN, 1, "x", 1.0, {"torch": "1"}))
+
+
+def of_journal(path: Path) -> None:
+    (path.parents[1] / "bumpgate.toml").write_text("[lanes.cpu]\n")
+    journal_of(path).write_text(json.dumps(CUT_SHORT))
+
+
+def journal_of(path: Path) -> Path:
+    """Return the place of the journal of an adoption in the tree of a path."""
+    place = file_transaction.journal(path.parents[1])
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+# Name of a file -> what writes a valid one, or its document; and what reads it.
+KINDS: dict[str, tuple[Any, Callable[[Path], object]]] = {
     "baselines/accepted.toml": (
         {"accepted": [WHO | {"since": "2026-11-01", "expires": "2026-11-01"}]},
         accepted.load,
     ),
-    adoptions.FILE: (
-        {
-            "adoption": [
-                dict.fromkeys(("lane", "candidate", "from", "to", "decision", "gate", "commit"), "x")
-                | {"day": "2026-11-01", "before": {"a": ""}, "after": {"a": ""}}
-            ]
-        },
-        lambda path: adoptions.load(path.parents[1]),
-    ),
-    "review.toml": (
+    adoptions.FILE: ({"adoption": [ADOPTION]}, lambda path: adoptions.load(path.parents[1])),
+    "a/review.toml": (
         {"reviewed": [{"rows": ["a/b/c"], "reason": "x"}]},
         lambda path: [*reviewed_findings._of_file(path)],
     ),
+    "a/gate.json": (lambda path: held(path.parent), gate_file.read),
+    "finding/gate.json": (lambda path: held(path.parent), gate_finding.load),
+    "baselines/cpu.json": (of_baseline, lambda path: baseline.load(path, "cpu")),
+    "a/state.jsonl": (of_plan, lambda path: journal.resume(path).close()),
+    f"a/{probe.READING}": (of_reading, lambda path: probe.load(path.parent)),
+    "a/journal": (of_journal, lambda path: file_transaction.recover(path.parents[1])),
 }
 
 
@@ -100,61 +131,25 @@ def refuses_or_reads(read: Callable[[], object]) -> None:
         assert len(str(error).splitlines()) == 1  # noqa: PT017
 
 
-@pytest.mark.parametrize("name", TOML)
+@pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
 @FIXED
-def test_any_toml_is_read_or_refused(tmp_path: Path, name: str, data: st.DataObject) -> None:
-    document, read = TOML[name]
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(days(as_toml(spoiled(data, json.dumps(document)))), errors="surrogateescape")
-    refuses_or_reads(lambda: read(path))
-
-
-def written(folder: Path, name: str) -> Path:
-    """Write a valid file of the kind, and return its path."""
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if name == "gate.json":
-        return held(folder)
-    if name == "baselines/cpu.json":
-        baseline.save(path, Baseline("cpu", {"torch": "1"}, {BREAKS: Reviewed(1, "n", "exact")}))
-    elif name == "state.jsonl":
-        journal.begin(path, PLAN).close()
-    elif name == probe.READING:
-        probe.keep(probe.Reading(folder, probe.Cause.RAN, 1, "x", 1.0, {"torch": "1"}))
-    else:
-        (folder / "bumpgate.toml").write_text("[lanes.cpu]\n")
-        path = file_transaction.journal(folder)
-        path.parent.mkdir(parents=True)
-        files = {"baselines/cpu.json": {"before": None, "after": "x"}}
-        path.write_text(json.dumps({"kind": "adoption", "lane": "cpu", "files": files}))
-    return path
-
-
-# Name of a file and what reads it, from its folder and its path.
-JSON: dict[str, Callable[[Path, Path], object]] = {
-    "gate.json": lambda folder, path: gate_file.read(path),
-    "gate.json as finding": lambda folder, path: gate_finding.load(path),
-    "baselines/cpu.json": lambda folder, path: baseline.load(path, "cpu"),
-    "state.jsonl": lambda folder, path: journal.resume(path).close(),
-    probe.READING: lambda folder, path: probe.load(folder),
-    "journal": lambda folder, path: file_transaction.recover(folder),
-}
-
-
-@pytest.mark.parametrize("name", JSON)
-@given(data=st.data())
-@FIXED
-def test_any_json_is_read_or_refused(
+def test_any_file_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
 ) -> None:
-    folder = tmp_path_factory.mktemp("reader") / "tree"
+    make, read = KINDS[name]
+    path = tmp_path_factory.mktemp("reader") / "tree" / name
+    path.parent.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BUMPGATE_HOME", str(folder.parent / "home"))
-        path = written(folder, name.split(" ")[0])
-        path.write_text(spoiled(data, path.read_text()) + "\n", errors="surrogateescape")
-        refuses_or_reads(lambda: JSON[name](folder, path))
+        patch.setenv("BUMPGATE_HOME", str(path.parents[2] / "home"))
+        written = journal_of(path) if name.endswith("journal") else path
+        if callable(make):
+            make(path)
+            text = spoiled(data, written.read_text()) + "\n"
+        else:
+            text = days(as_toml(spoiled(data, json.dumps(make))))
+        written.write_text(text, errors="surrogateescape")
+        refuses_or_reads(lambda: read(path))
 
 
 @given(text=st.text(max_size=20) | st.sampled_from(["9999-12-31", "0001-01-01", "2026-11-01T00", "1e9"]))
