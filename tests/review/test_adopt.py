@@ -157,64 +157,50 @@ def test_dry_run_prints_the_diff_and_writes_nothing(tree: AdoptTree) -> None:
     assert tree.files() == by_patch, "the printed diff equals what is written"
 
 
-def of_side(side: str, **packages: str) -> Change:
-    return lambda raw: raw["sides"][side]["packages"].update(packages)
+def put(*keys: str, **values: Any) -> Change:
+    """Return an edit that changes these values below the keys."""
 
+    def change(raw: dict[str, Any]) -> None:
+        for key in keys:
+            raw = raw[key]
+        raw.update(values)
 
-def problem(raw: dict[str, Any]) -> None:
-    raw["problems"] = [{"test": NODE, "kind": "failed", "why": "boom"}]
+    return change
 
 
 def other_python(raw: dict[str, Any]) -> None:
-    raw["config"].update(python_adopted="/x")
-    of_side("adopted", torch="9.7.0")(raw)
+    put("config", python_adopted="/x")(raw)
+    put("sides", "adopted", "packages", torch="9.7.0")(raw)
 
 
 BROKEN = {"graphs": "read 2, knows 1"}
-# Evidence that does not suffice, in a gate that was judged from it: (words, change of gate.json, of candidate.json).
-INSUFFICIENT: dict[str, tuple[str, Change, Change]] = {
-    "another gap": (
-        "a review does not close gaps in the evidence: INSTRUMENT instrument graphs: read 2",
-        lambda raw: raw["sides"]["candidate"].update(canaries=BROKEN),
-        bool,
-    ),
-    "unfinished": (
-        "the gate is not finished: resume it with its command and --resume",
-        lambda raw: raw.update(finished=False),
-        bool,
-    ),
-    "selection": (
-        "measured a part of lane cpu (suites/release): gate the whole lane",
-        lambda raw: raw["config"].update(selection=["suites/release"]),
-        bool,
-    ),
-    "another adopted set": (
-        "compares with torch==9.8.0, not with the adopted set",
-        lambda raw: raw["config"].update(adopted="torch==9.8.0"),
-        bool,
-    ),
-    "other python": ("does not compare with the adopted set (torch 9.9.0 -> 9.7.0)", other_python, bool),
-    "commit": ("is stale (commit 123 -> none)", lambda raw: raw["binding"].update(commit="123"), bool),
-    "bumpgate": ("is stale (bumpgate 0.0 -> ", lambda raw: raw["binding"].update(bumpgate="0.0"), bool),
-    "packages": (
-        "is not the set that was measured (torch 9.11.0 -> 9.8.0)",
-        of_side("candidate", torch="9.8.0"),
-        bool,
-    ),
-    "failed test": ("a failed test cannot be reviewed away: PROBLEM", bool, problem),
-}
+BOOM = {"problems": [{"test": NODE, "kind": "failed", "why": "boom"}]}
+GAP = "a review does not close gaps in the evidence: INSTRUMENT instrument graphs: read 2"
+# Evidence that does not suffice, in a gate that was judged from it: (change of gate.json, words).
+INSUFFICIENT: dict[str, tuple[Change, str]] = {
+    "another gap": (put("sides", "candidate", canaries=BROKEN), GAP),
+    "unfinished": (put(finished=False), "the gate is not finished: resume it with its command and --resume"),
+    "selection": (put("config", selection=["a/b"]), "measured a part of lane cpu (a/b): gate the whole lane"),
+    "other adopted": (put("config", adopted="torch==9.8"), "compares with torch==9.8, not with the adopted set"),
+    "other python": (other_python, "does not compare with the adopted set (torch 9.9.0 -> 9.7.0)"),
+    "commit": (put("binding", commit="123"), "is stale (commit 123 -> none)"),
+    "bumpgate": (put("binding", bumpgate="0.0"), "is stale (bumpgate 0.0 -> "),
+    "packages": (put("sides", "candidate", "packages", torch="9.8"), "the set that was measured (torch 9.11.0 -> 9.8)"),
+}  # fmt: skip
 
 
 @planted("C39", "a gate that shows nothing, or another thing, is adopted")
 @pytest.mark.parametrize("name", INSUFFICIENT)
 def test_adopt_refuses_insufficient_gate(tree: AdoptTree, name: str) -> None:
-    words, gate, candidate = INSUFFICIENT[name]
-    rewrite_gate(tree.root / "9.11.0", gate, candidate)
+    change, words = INSUFFICIENT[name]
+    rewrite_gate(tree.root / "9.11.0", change)
     tree.refused(words, *HELD, *REVIEWED)
 
 
-def test_adopt_refuses_a_gate_with_a_gap(tree: AdoptTree) -> None:
-    rewrite_gate(tree.root / "9.10.0", lambda raw: raw["sides"]["adopted"].update(canaries=BROKEN))
+def test_adopt_refuses_a_gate_with_a_failed_test_or_a_gap(tree: AdoptTree) -> None:
+    rewrite_gate(tree.root / "9.11.0", candidate=put(**BOOM))
+    tree.refused("a failed test cannot be reviewed away: PROBLEM", *HELD, *REVIEWED)
+    rewrite_gate(tree.root / "9.10.0", put("sides", "adopted", canaries=BROKEN))
     tree.refused("UNKNOWN, with 1 gaps in the evidence", *ADOPT)
 
 
@@ -233,30 +219,29 @@ def without_rows(folder: Path) -> None:
     save_record(folder / "candidate.json", raw | {"rows": []})
 
 
+def harmless(raw: dict[str, Any]) -> None:
+    for finding in raw["findings"]:
+        finding["decision"] = "ADOPT"
+
+
 # tests/gate/test_evidence.py has every edit of a gate; these reach each command that reads one.
-EDITED: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "decision": ("other decision", of_gate(lambda raw: raw.update(decision="ADOPT", findings=[]))),
-    "harmless": (
-        "states HOLD, and its worst finding is ADOPT",
-        of_gate(lambda raw: [f.update(decision="ADOPT") for f in raw["findings"]]),
-    ),
-    "row": ("other findings", of_gate(lambda raw: raw["findings"][0].update(rows=["a/b/c"]))),
-    "selection": (
-        "not a gate that can be resumed (TypeError: ",
-        of_gate(lambda raw: raw["config"].update(selection=3)),
-    ),
-    "no digests": ("it does not hold what it was judged from", of_gate(lambda raw: raw.pop("digests"))),
-    "no binding": ("evidence changed since", of_gate(lambda raw: raw.update(binding=None))),
-    "no rows": ("candidate.json changed since", without_rows),
-    "lane": ("", of_gate(lambda raw: raw.update(lane="tpu"))),
-    "no lane": ("", of_gate(lambda raw: raw.update(lane=None))),
+EDITED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "decision": (of_gate(put(decision="ADOPT", findings=[])), "other decision"),
+    "harmless": (of_gate(harmless), "states HOLD, and its worst finding is ADOPT"),
+    "row": (of_gate(lambda raw: raw["findings"][0].update(rows=["a/b/c"])), "other findings"),
+    "selection": (of_gate(put("config", selection=3)), "not a gate that can be resumed (TypeError: "),
+    "no digests": (of_gate(lambda raw: raw.pop("digests")), "it does not hold what it was judged from"),
+    "no binding": (of_gate(put(binding=None)), "evidence changed since"),
+    "no rows": (without_rows, "candidate.json changed since"),
+    "lane": (of_gate(put(lane="tpu")), ""),
+    "no lane": (of_gate(put(lane=None)), ""),
 }
 
 
 @planted("C39", "a gate is edited after its verdict, and then believed")
 @pytest.mark.parametrize("name", EDITED)
 def test_edited_gate_is_believed_nowhere(tree: AdoptTree, name: str) -> None:
-    words, edit = EDITED[name]
+    edit, words = EDITED[name]
     edit(tree.root / "9.11.0")
     for command in ((*HELD, *REVIEWED), ("report", HELD[1]), ("history", "add", HELD[1])):
         tree.refused(words, *command)

@@ -212,106 +212,86 @@ def test_other_build_of_a_kernel_wheel_is_refused(tree: PreparedTree, folder: st
     refused(tree, words, *CANDIDATE, *WITHOUT, *REVIEWED, *links)
 
 
-def both_sides(raw: dict[str, Any], **packages: str) -> None:
-    for side in raw["sides"].values():
-        side["packages"] |= packages
+def with_packages(
+    tree: PreparedTree,
+    candidate: dict[str, str | None],
+    adopted: dict[str, str | None] | None = None,
+    **facts: Any,
+) -> None:
+    """Give the sides other packages, None for an absent one. facts: of the candidate's provenance."""
+
+    def change(raw: dict[str, Any]) -> None:
+        for side, versions in (("candidate", candidate), ("adopted", adopted or {})):
+            found = raw["sides"][side]["packages"] | versions
+            raw["sides"][side]["packages"] = {name: version for name, version in found.items() if version}
+
+    edit(tree, change, lambda raw: raw["provenance"].update(facts))
 
 
-EDITS: dict[str, tuple[str, Change]] = {
-    "version": (
-        "the interpreter did not have the set of torch==9.11.0 (set -> interpreter: torch 9.11.0 -> 9.10.0): install"
-        " these versions in ",
-        lambda raw: raw["sides"]["candidate"]["packages"].update(torch="9.10.0"),
-    ),
-    "absent": (
-        "(set -> interpreter: pytest 99.0 -> (absent)): install these versions in ",
-        lambda raw: raw["sides"]["candidate"]["packages"].pop("pytest"),
-    ),
-    "own package": (
-        "has packages that neither the set nor the adopted side has: apex 1.0: uninstall them and gate again, or gate"
-        " the set itself: bumpgate gate --lane cpu --candidate torch==9.11.0\n",
-        lambda raw: raw["sides"]["candidate"]["packages"].update(apex="1.0"),
-    ),
-    "own version": (
-        "has packages that neither the set nor the adopted side has: apex 1.0: uninstall them",
-        lambda raw: (both_sides(raw, apex="1.0"), raw["sides"]["adopted"]["packages"].update(apex="0.9")),
-    ),
-    "other variant of the adopted side": (
-        "does not compare with the adopted set (torch 9.9.0 -> 9.9.0+cpu): gate without --python-adopted, or with the",
-        lambda raw: raw["sides"]["adopted"]["packages"].update(torch="9.9.0+cpu"),
-    ),
-    "other label": (
-        "(set -> interpreter: pytest 99.0 -> 99.0+mine): install these versions in ",
-        lambda raw: raw["sides"]["candidate"]["packages"].update(pytest="99.0+mine"),
-    ),
-    "no content": (
-        "the gate does not record the files of fast 1.0 in ",
-        lambda raw: raw["sides"]["candidate"].pop("wheels"),
-    ),
-    "adopted side": (
-        "does not compare with the adopted set (torch 9.9.0 -> 9.8.0): gate without --python-adopted, or with the"
-        " interpreter that this builds: bumpgate rollback cpu --no-smoke\n",
-        lambda raw: raw["sides"]["adopted"]["packages"].update(torch="9.8.0"),
-    ),
-}
+SET = "the interpreter did not have the set of torch==9.11.0 (set -> interpreter:"
+OWN = "has packages that neither the set nor the adopted side has: apex 1.0: uninstall them and gate again, or gate the"
+ADOPTED = "gate without --python-adopted, or with the interpreter that this builds: bumpgate rollback cpu --no-smoke"
 
 
 @planted("C39", "an interpreter that is not the set that is adopted")
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize(
+    ("candidate", "adopted", "words"),
+    [
+        ({"torch": "9.10.0"}, {}, f"{SET} torch 9.11.0 -> 9.10.0): install these versions in "),
+        ({"pytest": None}, {}, f"{SET} pytest 99.0 -> (absent)): install these versions in "),
+        ({"pytest": "99.0+mine"}, {}, f"{SET} pytest 99.0 -> 99.0+mine): install these versions in "),
+        ({"apex": "1.0"}, {}, f"{OWN} set itself: bumpgate gate --lane cpu --candidate torch==9.11.0\n"),
+        ({"apex": "1.0"}, {"apex": "0.9"}, OWN),
+        ({}, {"torch": "9.9.0+cpu"}, f"compare with the adopted set (torch 9.9.0 -> 9.9.0+cpu): {ADOPTED}"),
+        ({}, {"torch": "9.8.0"}, f"does not compare with the adopted set (torch 9.9.0 -> 9.8.0): {ADOPTED}\n"),
+    ],
+)  # fmt: skip
 def test_interpreter_with_another_set_is_refused(
-    tree: PreparedTree, links: tuple[str, ...], name: str
+    tree: PreparedTree, links: tuple[str, ...], candidate: Any, adopted: Any, words: str
 ) -> None:
-    words, change = EDITS[name]
-    edit(tree, change)
+    with_packages(tree, candidate, adopted)
     refused(tree, words, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
 
 
-def label(tree: PreparedTree, **provenance: str | None) -> None:
-    """Make the candidate's torch 9.11.0+cpu by its metadata. The index has 9.11.0."""
-    edit(
-        tree,
-        lambda raw: raw["sides"]["candidate"]["packages"].update(torch="9.11.0+cpu"),
-        lambda raw: raw["provenance"].update(provenance),
-    )
-
-
-VARIANTS: dict[str, tuple[dict[str, str | None], str]] = {
-    "variant": ({"torch": "9.11.0+cpu"}, "9.11.0+cpu (git f00d)"),
-    "commit": ({"torch_git": "beef"}, "9.11.0 (git beef)"),
-    "no commit": ({"torch_git": None}, "9.11.0 (git unknown)"),
-    "no version": ({"torch": None}, "of an unknown version (git f00d)"),
-}
+def test_interpreter_of_another_python_or_without_contents_is_refused(
+    tree: PreparedTree, links: tuple[str, ...]
+) -> None:
+    edit(tree, lambda raw: raw["sides"]["candidate"].pop("wheels"))
+    words = "the gate does not record the files of fast 1.0 in "
+    refused(tree, words, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
+    python = read_lock(lane_lock(tree.root, "cpu")).python
+    with_packages(tree, {}, python="3.7.9")
+    words = f"the candidate ran Python 3.7, and the set of lane cpu is for {python}: gate an interpreter of Python"
+    refused(tree, words, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
 
 
 @planted("C39", "another variant of torch, whose label the index omits")
-@pytest.mark.parametrize("name", VARIANTS)
-def test_other_build_of_a_labelled_torch_is_refused(
-    tree: PreparedTree, links: tuple[str, ...], name: str
+@pytest.mark.parametrize(
+    ("provenance", "build"),
+    [
+        ({"torch": "9.11.0+cpu"}, "9.11.0+cpu (git f00d)"),
+        ({"torch_git": "beef"}, "9.11.0 (git beef)"),
+        ({"torch_git": None}, "9.11.0 (git unknown)"),
+        ({"torch": None}, "of an unknown version (git f00d)"),
+        ({}, ""),
+    ],
+)
+def test_only_the_same_build_of_a_labelled_torch_is_adopted(
+    tree: PreparedTree, links: tuple[str, ...], provenance: dict[str, Any], build: str
 ) -> None:
-    provenance, build = VARIANTS[name]
-    label(tree, **provenance)
+    """The candidate's torch is 9.11.0+cpu by its metadata, and the index has 9.11.0."""
+    with_packages(tree, {"torch": "9.11.0+cpu"}, **provenance)
+    if not build:
+        adopt(tree, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
+        assert read_lock(lane_lock(tree.root, "cpu")).versions["torch"] == "9.11.0"
+        return
     words = (
         f"the interpreter had torch 9.11.0+cpu, which is {build}, and torch-9.11.0-py3-none-any.whl of the set is"
         " 9.11.0 (git f00d): name the variant that was measured: --candidate torch==9.11.0+cpu --index URL\n"
     )
     refused(tree, words, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
-    hint = (
-        "name the requirement whose set it is: bumpgate adopt g/gate.json --candidate 'torch==9.11.0+cpu'\n"
-    )
-    refused(tree, hint, *WITHOUT, *links, *REVIEWED)
-
-
-def test_build_whose_label_the_index_omits_is_adopted(tree: PreparedTree, links: tuple[str, ...]) -> None:
-    label(tree)
-    adopt(tree, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
-    assert read_lock(lane_lock(tree.root, "cpu")).versions["torch"] == "9.11.0"
-
-
-def test_interpreter_of_another_python_is_refused(tree: PreparedTree, links: tuple[str, ...]) -> None:
-    python = read_lock(lane_lock(tree.root, "cpu")).python
-    edit(tree, candidate=lambda raw: raw["provenance"].update(python="3.7.9"))
-    words = f"the candidate ran Python 3.7, and the set of lane cpu is for {python}: gate an interpreter of Python"
-    refused(tree, words, *CANDIDATE, *WITHOUT, *links, *REVIEWED)
+    hint = "name the requirement whose set it is: bumpgate adopt g/gate.json --candidate 'torch==9.11.0+cpu'"
+    refused(tree, f"{hint}\n", *WITHOUT, *links, *REVIEWED)
 
 
 def test_candidate_without_kernel_wheels_gives_them_up(tree: PreparedTree) -> None:
@@ -332,21 +312,16 @@ def test_candidate_without_kernel_wheels_gives_them_up(tree: PreparedTree) -> No
 
 def test_kernel_wheel_as_candidate_is_compared_by_its_file(tree: PreparedTree) -> None:
     """One version may be there in two builds: the named one must be the measured one."""
-    edit(
-        tree,
-        lambda raw: (
-            raw["sides"]["candidate"]["packages"].update(torch="9.9.0", faster="1.0"),
-            raw["sides"]["candidate"]["wheels"].update(
-                fast=content_of(tree.wheel("again", "fast")), faster=content_of(tree.wheel("old", "faster"))
-            ),
-        ),
-        lambda raw: raw["provenance"].update(torch="9.9.0"),
-    )
+    builds = {"fast": "again", "faster": "old"}
+    contents = {name: content_of(tree.wheel(build, name)) for name, build in builds.items()}
+    edit(tree, lambda raw: raw["sides"]["candidate"]["wheels"].update(contents))
+    with_packages(tree, {"torch": "9.9.0", "faster": "1.0"}, torch="9.9.0")
     again, old = (str(tree.wheel(build, "fast")) for build in ("again", "old"))
     words = f"the set of {old} has another build of fast 1.0 than the interpreter, {again}: name that file: --candidate"
     links = ("--find-links", str(tree.kernels / "again"), "--find-links", str(tree.kernels / "old"))
     refused(tree, words, "--candidate", old, *links, *REVIEWED)
     adopt(tree, "--candidate", again, *links, *REVIEWED, "--no-store")
     locked = {p.name: p.wheels[0].sha256 for p in read_lock(lane_lock(tree.root, "cpu")).packages}
-    assert locked["fast"] == sha256_of(tree.wheel("again", "fast"))
-    assert locked["faster"] == sha256_of(tree.wheel("old", "faster"))
+    assert {name: locked[name] for name in builds} == {
+        name: sha256_of(tree.wheel(build, name)) for name, build in builds.items()
+    }
