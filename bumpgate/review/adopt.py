@@ -103,22 +103,8 @@ def command(
         lane = LaneContext(root, found.lane)
         check_without(lane, canonical(found.candidate.packages), given_up)
         measured = measured_set(lane, gate, found, named)
-        entry = Adoption(
-            lane=lane.name,
-            day=accepted.today(),
-            candidate=measured.candidate,
-            old=found.adopted.packages.get("torch")
-            or (lane.lock.versions.get("torch", "") if lane.lock else ""),
-            new=found.candidate.packages.get("torch") or measured.lock.versions.get("torch", ""),
-            decision=found.decision.name,
-            gate=hashlib.sha256(gate.read_bytes()).hexdigest(),
-            commit=commit,
-            before={},
-            after={},
-            reviewed=findings,
-            without=given_up,
-            not_in_lock=measured.unlocked,
-        )
+        entry = _entry(gate, lane, found, measured)
+        entry = replace(entry, commit=commit, reviewed=findings, without=given_up)
         edits, summary = _edits(lane, found, measured, entry)
         if dry_run:
             typer.echo(f"{diff(edits)}{summary}dry run: nothing written")
@@ -197,6 +183,24 @@ def _gate(path: Path, root: Path, named: Named) -> tuple[GateFile, str]:
                 f" the interpreter that this builds: bumpgate rollback {lane.name} --no-smoke"
             )
     return found, binding.commit
+
+
+def _entry(path: Path, lane: LaneContext, gate: GateFile, measured: MeasuredSet) -> Adoption:
+    """Return the entry of an adoption without its review and its files."""
+    before = lane.lock.versions if lane.lock else {}
+    return Adoption(
+        lane=lane.name,
+        day=accepted.today(),
+        candidate=measured.candidate,
+        old=gate.adopted.packages.get("torch") or before.get("torch", ""),
+        new=gate.candidate.packages.get("torch") or measured.lock.versions.get("torch", ""),
+        decision=gate.decision.name,
+        gate=hashlib.sha256(path.read_bytes()).hexdigest(),
+        commit="",
+        before={},
+        after={},
+        not_in_lock=measured.unlocked,
+    )
 
 
 def _edits(

@@ -70,23 +70,20 @@ def test_peer_is_the_fastest_of_those_measured() -> None:
 def test_marks_print_the_distance_and_the_known_bound() -> None:
     slow, known = "causal_conv1d-D3584/both_milliseconds", "attention-P128-softcap30/forward_milliseconds"
     low, high = (f"moe_combine-E64-K6/{way}_roofline_fraction" for way in ("forward", "both"))
-    values = {slow: 0.378, known: 1.4175, low: 0.76, high: 0.88}
-    printed = {
-        cells[0].strip("`"): cells[2:]
-        for cells in op_table.marks({f"kernels/{id}": v for id, v in values.items()}, {})
-    }
-    assert printed[slow] == ("0.378", "missed by 5.0%", "not measured")
-    assert printed[known] == ("1.417", "missed by 5.0%", op_table.all_marks()[known][1])
-    assert printed[low][1] == "missed by 5.0%"
-    assert printed[high][1:] == ("10.0%", "")
-    assert printed["mamba3_siso-N128-G1/both_milliseconds"] == ("-", "-", "")
+    values = {f"kernels/{id}": v for id, v in {slow: 0.378, known: 1.4175, low: 0.76, high: 0.88}.items()}
+    printed = {row.strip("`"): more for row, _, *more in op_table.marks(values, {})}
+    assert printed[slow] == ["0.378", "missed by 5.0%", "not measured"]
+    assert printed[known] == ["1.417", "missed by 5.0%", op_table.all_marks()[known][1]]
+    assert (printed[low][1], printed[high][1:]) == ("missed by 5.0%", ["10.0%", ""])
+    assert printed["mamba3_siso-N128-G1/both_milliseconds"] == ["-", "-", ""]
 
 
 def test_results_of_another_build_are_not_mixed_into_the_table() -> None:
     """Times of cuDNN, of the run with wheels, and counters: of the build of these rows, or of another one."""
     wheels, peers, counters = op_table.measured()
     timed = {
-        f"kernels/attention-P128/{way}_milliseconds": ms for way, ms in (("forward", 1.5), ("both", 5.7))
+        "kernels/attention-P128/forward_milliseconds": 1.5,
+        "kernels/attention-P128/both_milliseconds": 5.7,
     }
     missed = {"kernels/dsa_indexer-K256-loss/both_roofline_fraction": 0.03}
     rows = {id: Reviewed(value, "", "lower") for id, value in (timed | missed).items()}
@@ -94,11 +91,9 @@ def test_results_of_another_build_are_not_mixed_into_the_table() -> None:
     def text(build: dict[str, str], others: Any = peers) -> str:
         return op_table.markdown(Baseline("h200", build, rows), compiled({}), wheels, others, counters)
 
+    other_peers = peers | {"made_with": peers["made_with"] | OTHER}
     assert "0.971 cuDNN" in cells(text(peers["made_with"]))[2][5]
-    assert (
-        "1.688 flash-attn 2"
-        in cells(text(wheels.provenance, peers | {"made_with": peers["made_with"] | OTHER}))[2][5]
-    )
+    assert "1.688 flash-attn 2" in cells(text(wheels.provenance, other_peers))[2][5]
     assert cells(text(OTHER))[2][5] == "-"
     of_counters = counters["dsa_indexer-K256-loss"]["made_with"]
     assert f"(on torch {of_counters['torch']}, triton" in text(OTHER)
@@ -112,9 +107,8 @@ def test_markdown_without_timed_kernels_raises() -> None:
 
 def test_docs_table_matches_the_reviewed_rows() -> None:
     ran, compiled = (load(ROOT / "baselines" / f"{lane}.json", lane) for lane in ("h200", "cpu"))
-    assert (ROOT / "docs" / "kernels.md").read_text() == op_table.markdown(
-        ran, compiled, *op_table.measured()
-    ), "python -m tools.op_table --out docs/kernels.md"
+    text = op_table.markdown(ran, compiled, *op_table.measured())
+    assert (ROOT / "docs/kernels.md").read_text() == text, "python -m tools.op_table --out docs/kernels.md"
 
 
 def test_counters_have_a_table_for_each_machine_and_build() -> None:
