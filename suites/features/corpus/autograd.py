@@ -23,27 +23,18 @@ class ZeroGradient(torch.autograd.Function):
         return torch.zeros_like(gradient)
 
 
-@regression(
-    "autograd-backward_under_func_grad",
-    "torch.func.grad inside a compiled function ignores the backward of a custom autograd function",
-    issue=193279,
-    bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.13.0 2.14.1",
-    good="2.15.0",
-)
+@regression("autograd", 193279, bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.13.0 2.14.1", good="2.15.0")
 def backward_under_func_grad() -> list[str]:
+    """torch.func.grad inside a compiled function ignores the backward of a custom autograd function."""
     gradient = torch.func.grad(lambda x: ZeroGradient.apply(x).sum())
     x = torch.randn(4)
     return differences("gradient", gradient(x), torch.compile(gradient, backend="aot_eager")(x))
 
 
-@regression(
-    "autograd-create_graph",
-    "The result of autograd.grad(create_graph=True) inside a compiled function requires no gradient",
-    issue=181581,
-    bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0",
-    good="2.13.0 2.14.1 2.15.0",
-)
+@regression("autograd", 181581, bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0", good="2.13.0 2.14.1 2.15.0")
 def create_graph() -> list[str]:
+    """The result of autograd.grad(create_graph=True) inside a compiled function requires no gradient."""
+
     def penalty(x: Tensor, w: Tensor) -> Tensor:
         (gradient,) = torch.autograd.grad((x @ w).sum(), x, create_graph=True)
         return gradient.square().sum()
@@ -53,14 +44,10 @@ def create_graph() -> list[str]:
     return [] if found.requires_grad else ["the penalty requires no gradient"]
 
 
-@regression(
-    "autograd-detach_in_place",
-    "detach_() inside a compiled function leaves requires_grad set for the code after it",
-    issue=176854,
-    bad="2.8.0 2.9.0 2.10.0 2.11.0",
-    good="2.12.0 2.13.0 2.14.1 2.15.0",
-)
+@regression("autograd", 176854, bad="2.8.0 2.9.0 2.10.0 2.11.0", good="2.12.0 2.13.0 2.14.1 2.15.0")
 def detach_in_place() -> list[str]:
+    """detach_() inside a compiled function leaves requires_grad set for the code after it."""
+
     def cut(x: Tensor) -> tuple[Tensor, bool]:
         y = x * 2
         y.detach_()
@@ -84,14 +71,9 @@ class AddedInPlace(torch.autograd.Function):
         return gradient, gradient * 2
 
 
-@regression(
-    "autograd-in_place_in_forward",
-    "An in-place sum in the forward of a custom autograd function gives wrong gradients",
-    issue=180642,
-    bad="2.11.0",
-    good="2.12.0 2.13.0 2.14.1 2.15.0",
-)
+@regression("autograd", 180642, bad="2.11.0", good="2.12.0 2.13.0 2.14.1 2.15.0")
 def in_place_in_forward() -> list[str]:
+    """An in-place sum in the forward of a custom autograd function gives wrong gradients."""
     x, w = (torch.randn(4, requires_grad=True) for _ in range(2))
     return compiled_differs(lambda x, w: AddedInPlace.apply(x, w), x, w, backend="aot_eager")
 
@@ -110,26 +92,17 @@ class Product(torch.autograd.Function):
         return gradient * b, gradient * a
 
 
-@regression(
-    "autograd-same_tensor_twice",
-    "A tensor that is passed twice to a custom autograd function gets half of its gradient",
-    issue=183604,
-    bad="2.11.0 2.12.0",
-    good="2.13.0 2.14.1 2.15.0",
-)
+@regression("autograd", 183604, bad="2.11.0 2.12.0", good="2.13.0 2.14.1 2.15.0")
 def same_tensor_twice() -> list[str]:
+    """A tensor that is passed twice to a custom autograd function gets half of its gradient."""
     x = torch.randn(5, requires_grad=True)
     return compiled_differs(lambda x: Product.apply(x, x), x, backend="aot_eager")
 
 
-@regression(
-    "autograd-detached_copy",
-    "A result that is equal to a detached result of the same compiled function loses its gradient",
-    issue=195664,
-    bad="2.14.1 2.15.0",
-    good="2.11.0 2.12.0 2.13.0",
-)
+@regression("autograd", 195664, bad="2.14.1 2.15.0", good="2.11.0 2.12.0 2.13.0")
 def detached_copy() -> list[str]:
+    """A result that is equal to a detached result of the same compiled function loses its gradient."""
+
     def loss_and_log(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x.sin()
         return y * 1.0, y.detach()

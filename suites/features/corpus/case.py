@@ -21,19 +21,28 @@ CASES: list[Case] = []
 class Case:
     """One regression.
 
-    name: "area-what". title: one sentence. issue: number of the upstream thread, None if none was found. bad, good:
-    the releases on which it was run, by their result. error: words of the exception that is its signature, "" if its
-    signature is a wrong result. find: runs the program and returns a line for each difference from the derived
-    expectation.
+    area: the part of torch.
+    issue: number of the upstream thread, None if none was found.
+    bad, good: the releases on which it was run, by their result.
+    error: words of the exception that is its signature, "" if its signature is a wrong result.
+    find: runs the program and returns a line for each difference from the derived expectation. Its name is that of the
+    case, and its docstring the title.
     """
 
-    name: str
-    title: str
+    area: str
     issue: int | None
     bad: tuple[str, ...]
     good: tuple[str, ...]
     error: str
     find: Find
+
+    @property
+    def name(self) -> str:
+        return f"{self.area}-{self.find.__name__}"
+
+    @property
+    def title(self) -> str:
+        return (self.find.__doc__ or "").rstrip(".")
 
     @property
     def row(self) -> str:
@@ -67,12 +76,12 @@ class Case:
 
 
 def regression(
-    name: str, title: str, *, issue: int | None, bad: str, good: str, error: str = ""
+    area: str, issue: int | None, *, bad: str, good: str, error: str = ""
 ) -> Callable[[Find], Find]:
     """Add the decorated program to the corpus; bad and good are releases, separated by spaces, in ascending order."""
 
     def add(find: Find) -> Find:
-        CASES.append(Case(name, title, issue, tuple(bad.split()), tuple(good.split()), error, find))
+        CASES.append(Case(area, issue, tuple(bad.split()), tuple(good.split()), error, find))
         return find
 
     return add

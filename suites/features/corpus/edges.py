@@ -2,7 +2,6 @@
 
     pytest -m cpu suites/features/test_corpus.py --record=torch-2.12.0.json     # once under each release
     python -m suites.features.corpus.edges torch-*.json                         # one line for each pair of releases
-    python -m suites.features.corpus.edges                   # the table of the cases
     python -m suites.features.corpus.edges --bisects ENVS | sh -e    # find every edge by bumpgate bisect
 
 An edge is a pair of neighbouring releases of a case, one bad and one good. Exit codes: 0 every pair holds and every
@@ -23,9 +22,6 @@ from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Record, RecordError, read_record
 from bumpgate.gate.verdict import Side, judge_gate
 from suites.features.corpus import CASES, Case
-from suites.support.tables import line
-
-HEAD = ("case", "what breaks", "bad", "good", "upstream")
 
 
 def release(record: Record) -> str:
@@ -49,14 +45,10 @@ def judged(records: Mapping[str, Record]) -> Iterator[tuple[bool, str]]:
                     yield holds, f"{'HOLD' if holds else 'MISSED':6}  {case.name}: {good} -> {bad}"
 
 
-def values(record: Record) -> dict[str, object]:
-    return {j.row.id: j.row.value for j in record.judgements}
-
-
 def contradictions(records: Mapping[str, Record]) -> Iterator[str]:
     """A line for each record that contradicts what its case states of that release, or that lacks the case."""
     for version, record in records.items():
-        found = values(record)
+        found = {j.row.id: j.row.value for j in record.judgements}
         for case in CASES:
             stated = {**dict.fromkeys(case.bad, 1), **dict.fromkeys(case.good, 0)}.get(version)
             if stated is not None and found.get(case.row) != stated:
@@ -80,28 +72,16 @@ def bisects(case: Case, environments: str) -> Iterator[str]:
         )
 
 
-def table() -> str:
-    """The cases as GitHub Markdown."""
-    rows = [line(HEAD), line("---" for _ in HEAD)]
-    for case in CASES:
-        upstream = f"[#{case.issue}]({case.link})" if case.issue else case.link
-        rows.append(line((f"`{case.name}`", case.title, " ".join(case.bad), " ".join(case.good), upstream)))
-    return "\n".join(rows) + "\n"
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="edges", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "records", nargs="*", type=Path, metavar="RECORD", help="none: print the table of the cases"
-    )
+    parser.add_argument("records", nargs="*", type=Path, metavar="RECORD")
     parser.add_argument("--bisects", metavar="ENVS", help="print the commands that find every edge")
     chosen = parser.parse_args(arguments)
     if chosen.bisects:
         print("\n".join(text for case in CASES for text in bisects(case, chosen.bisects)))
         return 0
     if not chosen.records:
-        print(table(), end="")
-        return 0
+        parser.error("no record and no --bisects: name the records of two releases or more")
     try:
         read = [read_record(path) for path in chosen.records]
     except RecordError as error:

@@ -8,14 +8,10 @@ from torch import Tensor
 from suites.features.corpus.case import compiled_differs, differences, regression
 
 
-@regression(
-    "guards-class_attribute",
-    "A changed number on a class does not recompile the function that reads it",
-    issue=176851,
-    bad="2.8.0 2.9.0 2.10.0 2.11.0",
-    good="2.12.0 2.13.0 2.14.1 2.15.0",
-)
+@regression("guards", 176851, bad="2.8.0 2.9.0 2.10.0 2.11.0", good="2.12.0 2.13.0 2.14.1 2.15.0")
 def class_attribute() -> list[str]:
+    """A changed number on a class does not recompile the function that reads it."""
+
     class Schedule:
         scale = 1.0
 
@@ -28,14 +24,10 @@ def class_attribute() -> list[str]:
     return differences("output", scaled(x), compiled(x))
 
 
-@regression(
-    "guards-class_list",
-    "An append to a list of the class is lost in a compiled forward",
-    issue=169253,
-    bad="2.8.0 2.9.0 2.10.0 2.11.0",
-    good="2.12.0 2.13.0 2.14.1 2.15.0",
-)
+@regression("guards", 169253, bad="2.8.0 2.9.0 2.10.0 2.11.0", good="2.12.0 2.13.0 2.14.1 2.15.0")
 def class_list() -> list[str]:
+    """An append to a list of the class is lost in a compiled forward."""
+
     class Recorder(torch.nn.Module):
         losses: list[Tensor] = []
 
@@ -48,14 +40,10 @@ def class_list() -> list[str]:
     return [] if len(Recorder.losses) == 2 else [f"{len(Recorder.losses)} of 2 appended"]
 
 
-@regression(
-    "guards-property_setter",
-    "A property's setter is skipped for an object made inside a compiled function",
-    issue=176599,
-    bad="2.8.0 2.9.0 2.10.0 2.11.0",
-    good="2.12.0 2.13.0 2.14.1 2.15.0",
-)
+@regression("guards", 176599, bad="2.8.0 2.9.0 2.10.0 2.11.0", good="2.12.0 2.13.0 2.14.1 2.15.0")
 def property_setter() -> list[str]:
+    """A property's setter is skipped for an object made inside a compiled function."""
+
     class Clipped:
         def __init__(self, limit: int) -> None:
             self._limit = limit
@@ -76,14 +64,10 @@ def property_setter() -> list[str]:
     return compiled_differs(shifted, torch.zeros(2), backend="eager")
 
 
-@regression(
-    "guards-property_setter_in_init",
-    "A property's setter is skipped where the constructor of an object made inside a compiled function assigns it",
-    issue=176596,
-    bad="2.8.0 2.9.0 2.10.0 2.11.0",
-    good="2.12.0 2.13.0 2.14.1 2.15.0",
-)
+@regression("guards", 176596, bad="2.8.0 2.9.0 2.10.0 2.11.0", good="2.12.0 2.13.0 2.14.1 2.15.0")
 def property_setter_in_init() -> list[str]:
+    """A property's setter is skipped where the constructor of an object made inside a compiled function assigns it."""
+
     class Clamped:
         def __init__(self, value: int) -> None:
             self.value = value
@@ -99,14 +83,10 @@ def property_setter_in_init() -> list[str]:
     return compiled_differs(lambda x: x + Clamped(200).value, torch.zeros(2), backend="eager")
 
 
-@regression(
-    "guards-function_defaults",
-    "A function with the same code and other defaults runs the graph of the first one",
-    issue=178365,
-    bad="2.9.0 2.10.0 2.11.0",
-    good="2.8.0 2.12.0 2.13.0 2.14.1 2.15.0",
-)
+@regression("guards", 178365, bad="2.9.0 2.10.0 2.11.0", good="2.8.0 2.12.0 2.13.0 2.14.1 2.15.0")
 def function_defaults() -> list[str]:
+    """A function with the same code and other defaults runs the graph of the first one."""
+
     def shift_by(offset: int):
         def shift(x: Tensor, offset: int = offset) -> Tensor:
             return x + offset

@@ -14,14 +14,14 @@ D = H * P
 
 
 @regression(
-    "attention-views_of_one_projection",
-    "flex_attention of a query and a key that are views of one projection does not compile",
-    issue=157612,
+    "attention",
+    157612,
     bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0",
     good="2.13.0 2.14.1 2.15.0",
     error="query, key, value are the same buffer",
 )
 def views_of_one_projection() -> list[str]:
+    """flex_attention of a query and a key that are views of one projection does not compile."""
     qk, v = nn.Linear(D, 2 * D), nn.Linear(D, D)
 
     def attended(x: Tensor) -> Tensor:
@@ -32,14 +32,10 @@ def views_of_one_projection() -> list[str]:
         return compiled_differs(attended, torch.randn(B, T, D), tolerance=1e-4)
 
 
-@regression(
-    "inductor-half_round_trip",
-    "emulate_precision_casts drops an explicit cast to float16 and back",
-    issue=185337,
-    bad="2.8.0 2.11.0 2.12.0",
-    good="2.13.0 2.14.1 2.15.0",
-)
+@regression("inductor", 185337, bad="2.8.0 2.11.0 2.12.0", good="2.13.0 2.14.1 2.15.0")
 def half_round_trip() -> list[str]:
+    """emulate_precision_casts drops an explicit cast to float16 and back."""
+
     def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x.half().float()
         return y, y.sum(1)
@@ -48,26 +44,17 @@ def half_round_trip() -> list[str]:
     return compiled_differs(rounded, x, tolerance=1e-6, options={"emulate_precision_casts": True})
 
 
-@regression(
-    "inductor-diagonal_scatter_gradient",
-    "The gradient of the input of diagonal_scatter is zero everywhere",
-    issue=182012,
-    bad="2.8.0 2.11.0 2.12.0",
-    good="2.13.0 2.14.1 2.15.0",
-)
+@regression("inductor", 182012, bad="2.8.0 2.11.0 2.12.0", good="2.13.0 2.14.1 2.15.0")
 def diagonal_scatter_gradient() -> list[str]:
+    """The gradient of the input of diagonal_scatter is zero everywhere."""
     operands = torch.randn(8, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     return compiled_differs(lambda x, diagonal: torch.diagonal_scatter(x, diagonal).sum(), *operands)
 
 
-@regression(
-    "inductor-cumsum_dtype",
-    "cumsum of a constant ignores its dtype argument",
-    issue=189518,
-    bad="2.8.0 2.11.0 2.12.0 2.13.0",
-    good="2.14.1 2.15.0",
-)
+@regression("inductor", 189518, bad="2.8.0 2.11.0 2.12.0 2.13.0", good="2.14.1 2.15.0")
 def cumsum_dtype() -> list[str]:
+    """cumsum of a constant ignores its dtype argument."""
+
     def positions() -> Tensor:
         return torch.ones((2, 4), dtype=torch.bool).cumsum(1, dtype=torch.bfloat16)
 
@@ -75,27 +62,23 @@ def cumsum_dtype() -> list[str]:
     return [] if dtype is torch.bfloat16 else [f"{dtype}, expected bfloat16"]
 
 
-@regression(
-    "inductor-min_of_booleans",
-    "The index of the minimum of booleans is that of a maximum",
-    issue=184893,
-    bad="2.8.0 2.11.0 2.12.0 2.13.0",
-    good="2.14.1 2.15.0",
-)
+@regression("inductor", 184893, bad="2.8.0 2.11.0 2.12.0 2.13.0", good="2.14.1 2.15.0")
 def min_of_booleans() -> list[str]:
+    """The index of the minimum of booleans is that of a maximum."""
     mask = torch.arange(8).ge(4).repeat(4, 1)
     return differences("index", mask.min(1).indices, torch.compile(lambda x: x.min(1).indices)(mask))
 
 
 @regression(
-    "inductor-view_after_lerp",
-    "A view of the result of lerp_ with a weight of 0.75 does not compile: it has the strides of the end",
-    issue=198343,
+    "inductor",
+    198343,
     bad="2.12.0 2.13.0 2.14.1 2.15.0",
     good="2.8.0 2.11.0",
     error="Cannot view a tensor with shape",
 )
 def view_after_lerp() -> list[str]:
+    """A view of the result of lerp_ with a weight of 0.75 does not compile: it has the strides of the end."""
+
     def averaged(x: Tensor, end: Tensor) -> Tensor:
         x.lerp_(end, 0.75)
         return x.view(-1)
@@ -104,27 +87,22 @@ def view_after_lerp() -> list[str]:
 
 
 @regression(
-    "inductor-float32_sum_after_linear",
-    "The sum of a bfloat16 linear layer and a float32 tensor is fused into a product of two dtypes",
-    issue=159492,
+    "inductor",
+    159492,
     bad="2.8.0",
     good="2.9.0 2.10.0 2.11.0 2.12.0 2.13.0 2.14.1 2.15.0",
     error="self and mat2 must have the same dtype",
 )
 def float32_sum_after_linear() -> list[str]:
+    """The sum of a bfloat16 linear layer and a float32 tensor is fused into a product of two dtypes."""
     layer, bias = nn.Linear(64, 64, bias=False).bfloat16(), torch.randn(32, 64)
     with torch.no_grad():
         return compiled_differs(lambda x: layer(x) + bias, torch.randn(32, 64).bfloat16(), tolerance=0.2)
 
 
-@regression(
-    "inductor-product_of_two_dtypes",
-    "A batched product of float16 and float32 compiles, where eager raises RuntimeError",
-    issue=177630,
-    bad="2.8.0 2.11.0",
-    good="2.12.0 2.13.0 2.14.1 2.15.0",
-)
+@regression("inductor", 177630, bad="2.8.0 2.11.0", good="2.12.0 2.13.0 2.14.1 2.15.0")
 def product_of_two_dtypes() -> list[str]:
+    """A batched product of float16 and float32 compiles, where eager raises RuntimeError."""
     compiled = torch.compile(torch.matmul)
     try:
         compiled(torch.randn(2, 3, 4).half(), torch.randn(2, 4, 5))
@@ -136,14 +114,14 @@ def product_of_two_dtypes() -> list[str]:
 
 
 @regression(
-    "inductor-shifted_window_mask",
-    "The C++ code of an attention mask for shifted windows does not compile",
-    issue=179135,
+    "inductor",
+    179135,
     bad="2.10.0 2.11.0",
     good="2.8.0 2.9.0 2.12.0 2.13.0 2.14.1 2.15.0",
     error="C++ compile error",
 )
 def shifted_window_mask() -> list[str]:
+    """The C++ code of an attention mask for shifted windows does not compile."""
     edges = [slice(0, -4), slice(-4, -2), slice(-2, None)]
 
     def masked(scores: Tensor) -> Tensor:
@@ -157,25 +135,16 @@ def shifted_window_mask() -> list[str]:
     return compiled_differs(masked, torch.randn(9, 16, 16))
 
 
-@regression(
-    "inductor-float8_overflow",
-    "Values above the range of float8 are cast to another value than in eager",
-    issue=None,
-    bad="2.8.0 2.11.0 2.12.0",
-    good="2.13.0 2.14.1 2.15.0",
-)
+@regression("inductor", None, bad="2.8.0 2.11.0 2.12.0", good="2.13.0 2.14.1 2.15.0")
 def float8_overflow() -> list[str]:
+    """Values above the range of float8 are cast to another value than in eager."""
     return compiled_differs(lambda x: x.to(torch.float8_e4m3fn).float(), torch.tensor([1.0, 500.0, -600.0]))
 
 
-@regression(
-    "inductor-set_after_sum",
-    "x + 0 returns the data that a later set_ gives to x",
-    issue=None,
-    bad="2.14.1 2.15.0",
-    good="2.8.0 2.11.0 2.12.0 2.13.0",
-)
+@regression("inductor", None, bad="2.14.1 2.15.0", good="2.8.0 2.11.0 2.12.0 2.13.0")
 def set_after_sum() -> list[str]:
+    """x + 0 returns the data that a later set_ gives to x."""
+
     def replaced(x: Tensor, other: Tensor) -> Tensor:
         y = x + 0
         with torch.no_grad():

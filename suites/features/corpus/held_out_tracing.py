@@ -15,14 +15,10 @@ from bumpgate.plugin.instruments import cache_counts
 from suites.features.corpus.case import compiled_differs, differences, one_graph, regression
 
 
-@regression(
-    "tracing-reversed_exhausted",
-    "A reversed iterator that list() has consumed yields its entries a second time",
-    issue=152262,
-    bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0",
-    good="2.13.0 2.14.1 2.15.0",
-)
+@regression("tracing", 152262, bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0", good="2.13.0 2.14.1 2.15.0")
 def reversed_exhausted() -> list[str]:
+    """A reversed iterator that list() has consumed yields its entries a second time."""
+
     def probed(x: Tensor) -> Tensor:
         layers = reversed([1, 2, 3])
         list(layers)
@@ -36,14 +32,15 @@ def reversed_exhausted() -> list[str]:
 
 
 @regression(
-    "tracing-generator_return",
-    "yield from loses the value that the inner generator returns",
-    issue=149037,
+    "tracing",
+    149037,
     bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.13.0",
     good="2.14.1 2.15.0",
     error="Cannot construct `ConstantVariable`",
 )
 def generator_return() -> list[str]:
+    """yield from loses the value that the inner generator returns."""
+
     def inner() -> Iterator[int]:
         yield 1
         return 5
@@ -61,14 +58,15 @@ def generator_return() -> list[str]:
 
 
 @regression(
-    "tracing-match_with_rest",
-    "A match statement with a starred rest inside a mapping does not compile",
-    issue=None,
+    "tracing",
+    None,
     bad="2.8.0 2.9.0 2.10.0",
     good="2.11.0 2.12.0 2.13.0 2.14.1 2.15.0",
     error="is not iterable",
 )
 def match_with_rest() -> list[str]:
+    """A match statement with a starred rest inside a mapping does not compile."""
+
     def matched(x: Tensor, config: dict[str, list[int]]) -> Tensor:
         match config:
             case {"layers": [first, *rest]}:
@@ -80,14 +78,15 @@ def match_with_rest() -> list[str]:
 
 
 @regression(
-    "tracing-zip_strict",
-    "The ValueError of zip(strict=True) cannot be caught in a compiled function",
-    issue=None,
+    "tracing",
+    None,
     bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0",
     good="2.13.0 2.14.1 2.15.0",
     error="zip() has one argument of len differing from others",
 )
 def zip_strict() -> list[str]:
+    """The ValueError of zip(strict=True) cannot be caught in a compiled function."""
+
     def probed(x: Tensor) -> Tensor:
         try:
             list(zip([1], [1, 2], strict=True))
@@ -103,25 +102,16 @@ class Expert(enum.IntEnum):
     ROUTED = 2
 
 
-@regression(
-    "tracing-enum_members",
-    "A function that iterates over an enumeration does not compile to one graph",
-    issue=None,
-    bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0",
-    good="2.13.0 2.14.1 2.15.0",
-)
+@regression("tracing", None, bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0", good="2.13.0 2.14.1 2.15.0")
 def enum_members() -> list[str]:
+    """A function that iterates over an enumeration does not compile to one graph."""
     return one_graph(lambda x: x + sum(expert for expert in Expert), torch.zeros(2))
 
 
-@regression(
-    "tracing-suppress",
-    "A function that suppresses an exception by contextlib.suppress does not compile to one graph",
-    issue=None,
-    bad="2.8.0 2.9.0 2.10.0",
-    good="2.11.0 2.12.0 2.13.0 2.14.1 2.15.0",
-)
+@regression("tracing", None, bad="2.8.0 2.9.0 2.10.0", good="2.11.0 2.12.0 2.13.0 2.14.1 2.15.0")
 def suppress() -> list[str]:
+    """A function that suppresses an exception by contextlib.suppress does not compile to one graph."""
+
     def looked_up(x: Tensor) -> Tensor:
         with contextlib.suppress(KeyError):
             x = x + {"scale": 2}["bias"]
@@ -130,14 +120,9 @@ def suppress() -> list[str]:
     return one_graph(looked_up, torch.zeros(2))
 
 
-@regression(
-    "tracing-index_error",
-    "The IndexError of an operator with a wrong dimension comes as another type out of a compiled function",
-    issue=184340,
-    bad="2.8.0 2.11.0 2.12.0",
-    good="2.13.0 2.14.1 2.15.0",
-)
+@regression("tracing", 184340, bad="2.8.0 2.11.0 2.12.0", good="2.13.0 2.14.1 2.15.0")
 def index_error() -> list[str]:
+    """The IndexError of an operator with a wrong dimension comes as another type out of a compiled function."""
     compiled = torch.compile(lambda x: torch.softmax(x, dim=10))
     try:
         compiled(torch.randn(4))
@@ -163,14 +148,14 @@ class Block(nn.Module):
 
 
 @regression(
-    "checkpoint-shared_float",
-    "A module with a float attribute cannot be checkpointed at two places of one graph with dynamic shapes",
-    issue=193194,
+    "checkpoint",
+    193194,
     bad="2.8.0 2.9.0 2.10.0 2.11.0 2.12.0 2.13.0 2.14.1",
     good="2.15.0",
     error="lift_tracked_freevar_to_input",
 )
 def shared_float() -> list[str]:
+    """A module with a float attribute cannot be checkpointed at two places of one graph with dynamic shapes."""
     block = Block()
 
     def twice(x: Tensor, context: Tensor) -> Tensor:
@@ -181,14 +166,9 @@ def shared_float() -> list[str]:
     return compiled_differs(twice, x, context, backend="aot_eager", dynamic=True)
 
 
-@regression(
-    "checkpoint-unused_keyword",
-    "A checkpointed function is compiled for each value of a keyword argument that it does not use",
-    issue=182594,
-    bad="2.8.0 2.9.0 2.10.0 2.11.0",
-    good="2.12.0 2.13.0 2.14.1 2.15.0",
-)
+@regression("checkpoint", 182594, bad="2.8.0 2.9.0 2.10.0 2.11.0", good="2.12.0 2.13.0 2.14.1 2.15.0")
 def unused_keyword() -> list[str]:
+    """A checkpointed function is compiled for each value of a keyword argument that it does not use."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
@@ -204,14 +184,10 @@ def unused_keyword() -> list[str]:
     return [] if len(graphs) == 1 else [f"{len(graphs)} graphs, expected 1"]
 
 
-@regression(
-    "control_flow-condition_updates_state",
-    "An update of a captured tensor by the condition of while_loop is lost, if the tensor was updated before",
-    issue=195327,
-    bad="2.13.0 2.14.1",
-    good="2.15.0",
-)
+@regression("control_flow", 195327, bad="2.13.0 2.14.1", good="2.15.0")
 def condition_updates_state() -> list[str]:
+    """An update of a captured tensor by the condition of while_loop is lost, if the tensor was updated before."""
+
     def counted(state: Tensor) -> Tensor:
         state.add_(1)
 
@@ -245,28 +221,24 @@ class Projected(nn.Module):
 
 
 @regression(
-    "control_flow-region_transposes_buffer",
-    "A nested compile region that reads the transposed view of a buffer does not compile",
-    issue=191785,
+    "control_flow",
+    191785,
     bad="2.12.0 2.13.0",
     good="2.8.0 2.9.0 2.10.0 2.11.0 2.14.1 2.15.0",
     error="Freevar has no source",
 )
 def region_transposes_buffer() -> list[str]:
+    """A nested compile region that reads the transposed view of a buffer does not compile."""
     module, x = Projected(), torch.randn(3, 4)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     transposed = module.weight.T
     return differences("output", x @ transposed @ transposed, compiled(x))
 
 
-@regression(
-    "shapes-float_limit",
-    "A float limit that changes between the calls of a compiled clamp keeps an earlier value",
-    issue=194976,
-    bad="2.8.0 2.11.0 2.12.0 2.13.0 2.14.1",
-    good="2.15.0",
-)
+@regression("shapes", 194976, bad="2.8.0 2.11.0 2.12.0 2.13.0 2.14.1", good="2.15.0")
 def float_limit() -> list[str]:
+    """A float limit that changes between the calls of a compiled clamp keeps an earlier value."""
+
     def swiglu(x: Tensor, limit: float) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).clamp(max=limit) * up.clamp(min=-limit, max=limit)
@@ -281,14 +253,10 @@ def float_limit() -> list[str]:
     return lines
 
 
-@regression(
-    "cache-autocast_region",
-    "A graph with an autocast region is not cached",
-    issue=191106,
-    bad="2.12.0 2.13.0",
-    good="2.8.0 2.11.0 2.14.1 2.15.0",
-)
+@regression("cache", 191106, bad="2.12.0 2.13.0", good="2.8.0 2.11.0 2.14.1 2.15.0")
 def autocast_region() -> list[str]:
+    """A graph with an autocast region is not cached."""
+
     def product(x: Tensor, w: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return x @ w
