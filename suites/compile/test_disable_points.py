@@ -44,11 +44,34 @@ class Server:
         return y + self.steps
 
 
+@dataclass(frozen=True)
+class Point:
+    """make: the hidden code; graphs: those without the point, as derived; why: the derivation."""
+
+    make: Callable[[], Hidden]
+    graphs: int
+    why: str
+
+    @property
+    def name(self) -> str:
+        return self.make.__name__
+
+
+POINTS: list[Point] = []
+
+
+def point(graphs: int, why: str) -> Callable[[Callable[[], Hidden]], None]:
+    """Add the decorated maker of hidden code to the points."""
+    return lambda make: POINTS.append(Point(make, graphs, why))
+
+
+@point(CALLS, "a graph for each value of a Python count")
 def hand_off() -> Hidden:
     return Server().publish
 
 
-def embedding() -> Hidden:
+@point(1, "DTensor is traced")
+def dtensor_embedding() -> Hidden:
     """A lookup in a table that is sharded by rows, which ranks with a plain table make without DTensor."""
     mesh = init_device_mesh("cpu", (1,))
     table = distribute_tensor(torch.arange(32.0).reshape(2, 16), mesh, [Shard(0)])
@@ -62,12 +85,14 @@ def embedding() -> Hidden:
     return dispatch
 
 
-def experts() -> Hidden:
+@point(1, "the grouped product is one operator")
+def grouped_mm_entry() -> Hidden:
     """The fused entry of two experts: a grouped matrix product of two tokens each."""
     weights, ends = torch.ones(2, 16, 16, dtype=torch.bfloat16), torch.tensor([2, 4], dtype=torch.int32)
     return lambda y: grouped_mm(y.bfloat16(), weights, offs=ends).float()
 
 
+@point(1, "flex_attention traces its score_mod, through the function that adapts it")
 def score_mod() -> Hidden:
     """Attention whose cap has another signature than flex_attention calls it with."""
 
@@ -79,26 +104,6 @@ def score_mod() -> Hidden:
         return flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: capped(score, SOFTCAP))[0, 0]
 
     return attend
-
-
-@dataclass(frozen=True)
-class Point:
-    """name; make: the hidden code; graphs: those without the point, as derived; why: the derivation."""
-
-    name: str
-    make: Callable[[], Hidden]
-    graphs: int
-    why: str
-
-
-POINTS = (
-    Point("hand_off", hand_off, CALLS, "a graph for each value of a Python count"),
-    Point("dtensor_embedding", embedding, 1, "DTensor is traced"),
-    Point("grouped_mm_entry", experts, 1, "the grouped product is one operator"),
-    Point(
-        "score_mod", score_mod, 1, "flex_attention traces its score_mod, through the function that adapts it"
-    ),
-)
 
 
 @pytest.fixture

@@ -34,22 +34,12 @@ def test_batch_is_dynamic_and_sequence_is_static(lane: Lane, policy: str, warmup
         report = hybrid.report()
     want = expected(hybrid.config.kinds, policy).unique_graphs
     case = f"compile/nam52-{policy}-warmup_{warmup}"
-    row.count(
-        f"{case}/graphs_over_batches_2_8_32",
-        moved,
-        expected=want,
-        rule="C12",
-        seen=report,
-        evidence=[f"graphs by batch {by_batch}, then by sequence length {by_length}"],
-    )
+    evidence = [f"graphs by batch {by_batch}, then by sequence length {by_length}"]
+    shared = {"seen": report, "evidence": evidence}
+    row.count(f"{case}/graphs_over_batches_2_8_32", moved, expected=want, rule="C12", **shared)
     if warmup == 2:
         # Automatic promotion would serve the second new length from the graph that the first one made dynamic.
         added = by_length[lengths[-1]] - moved
         row.count(
-            f"{case}/graphs_added_by_two_sequence_lengths",
-            added,
-            expected=2 * want,
-            rule="C4",
-            seen=report,
-            evidence=[f"graphs by batch {by_batch}, then by sequence length {by_length}"],
+            f"{case}/graphs_added_by_two_sequence_lengths", added, expected=2 * want, rule="C4", **shared
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -27,69 +28,7 @@ VARIABLE = "BUMPGATE_FORM"
 CALLS = 70
 # Tokens that a block of a mixture of depths processes; the others pass it by.
 CAPACITY = 2
-
-
-def counts_in_python(m: Region, x: Tensor) -> Tensor:
-    m.calls += 1
-    return x * m.weight + m.calls
-
-
-def counts_in_a_buffer(m: Region, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        m.counter.add_(1)
-    return x * m.weight + m.counter
-
-
-def reads_the_environment(m: Region, x: Tensor) -> Tensor:
-    return x * m.weight if os.environ.get(VARIABLE) == "1" else x + m.weight
-
-
-def reads_a_flag(m: Region, x: Tensor) -> Tensor:
-    return x * m.weight if m.flag else x + m.weight
-
-
-def takes_none_or_a_tensor(m: Region, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    return x * m.weight if mask is None else x * m.weight * mask
-
-
-def branches_on_a_tensor(m: Region, x: Tensor) -> Tensor:
-    y = x * m.weight
-    return y.sin() if y.sum() > 0 else y.cos()
-
-
-def selects_by_a_tensor(m: Region, x: Tensor) -> Tensor:
-    y = x * m.weight
-    return torch.where(y.sum() > 0, y.sin(), y.cos())
-
-
-def reads_by_getattr(m: Region, x: Tensor) -> Tensor:
-    return x * getattr(m, "wei" + "ght")
-
-
-def takes_gradients(m: Region, x: Tensor) -> Tensor:
-    return x * m.weight
-
-
-def gates_a_gradient(m: Region, x: Tensor) -> Tensor:
-    return x * torch.where(m.counter > 0, m.weight, m.weight.detach())
-
-
-def routes_above_a_threshold(m: Region, x: Tensor) -> Tensor:
-    return x[x @ m.weight > 0] * m.weight
-
-
-def routes_to_a_capacity(m: Region, x: Tensor) -> Tensor:
-    scores, tokens = (x @ m.weight).topk(CAPACITY)
-    return x.index_add(0, tokens, x[tokens] * scores.sigmoid()[:, None])
-
-
-def takes_keywords(m: Region, x: Tensor, **kwargs: Tensor) -> Tensor:
-    return x * m.weight + kwargs["more"]
-
-
-def reads_an_item(m: Region, x: Tensor) -> Tensor:
-    return x * m.weight * x.sum().item()
-
+LIMIT = load().dynamo["recompile_limit"]
 
 X = torch.ones(4)
 
@@ -153,7 +92,6 @@ def with_other_tokens(m: nn.Module) -> None:
 class Form:
     """graphs, and places of graph breaks, as derived; `why` is the derivation."""
 
-    name: str
     forward: Callable[..., Tensor]
     drive: Callable[[nn.Module], None]
     graphs: int
@@ -161,52 +99,99 @@ class Form:
     rule: str
     why: str
 
+    @property
+    def name(self) -> str:
+        return self.forward.__name__.removeprefix("form_")
 
-LIMIT = load().dynamo["recompile_limit"]
-TRAPS = (
-    Form("python_counter", counts_in_python, plain, LIMIT, 0, "C8", "a graph a value, until the limit"),
-    Form("environment", reads_the_environment, flips_the_environment, 2, 0, "C9", "a graph a value"),
-    Form("flag", reads_a_flag, flips_the_flag, 2, 0, "C9", "a graph a value"),
-    Form("none_or_tensor", takes_none_or_a_tensor, with_and_without_mask, 2, 0, "C9", "a graph each"),
-    Form("host_branch", branches_on_a_tensor, both_signs, 3, 1, "C9", "before the branch, and each side"),
-    Form(
-        "requires_grad",
-        takes_gradients,
-        freezes_and_unfreezes,
-        2,
-        0,
-        "C8",
-        "a graph with a gradient, and one without",
-    ),
-    Form(
-        "depths_by_threshold",
-        routes_above_a_threshold,
-        with_other_tokens,
-        4,
-        1,
-        "C11",
-        "the scores, and each count",
-    ),
-)
-CLEAN = (
-    Form("buffer_counter", counts_in_a_buffer, plain, 1, 0, "C8", "a buffer is an input"),
-    Form("where", selects_by_a_tensor, both_signs, 1, 0, "C9", "both sides in one graph"),
-    Form("gradient_gate", gates_a_gradient, opens_and_closes_the_gate, 1, 0, "C8", "the gate is an input"),
-    Form(
-        "depths_by_capacity",
-        routes_to_a_capacity,
-        with_other_tokens,
-        1,
-        0,
-        "C11",
-        "as many tokens at each call",
-    ),
-    Form("item", reads_an_item, both_signs, 1, 0, "C2", "captured as a symbol"),
-    Form("getattr", reads_by_getattr, plain, 1, 0, "C9", "harmless now: a constant name is resolved"),
-    Form(
-        "keywords", takes_keywords, with_keywords, 1, 0, "C9", "harmless now: a dict of tensors is unpacked"
-    ),
-)
+
+TRAPS: list[Form] = []
+CLEAN: list[Form] = []
+
+
+def form(forms: list[Form], drive: Callable[[nn.Module], None], *derived: Any) -> Callable[..., Any]:
+    """Add the decorated forward to a list of forms. derived: graphs, breaks, rule and why."""
+
+    def add(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        forms.append(Form(forward, drive, *derived))
+        return forward
+
+    return add
+
+
+@form(TRAPS, plain, LIMIT, 0, "C8", "a graph a value, until the limit")
+def form_python_counter(m: Region, x: Tensor) -> Tensor:
+    m.calls += 1
+    return x * m.weight + m.calls
+
+
+@form(CLEAN, plain, 1, 0, "C8", "a buffer is an input")
+def form_buffer_counter(m: Region, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.counter.add_(1)
+    return x * m.weight + m.counter
+
+
+@form(TRAPS, flips_the_environment, 2, 0, "C9", "a graph a value")
+def form_environment(m: Region, x: Tensor) -> Tensor:
+    return x * m.weight if os.environ.get(VARIABLE) == "1" else x + m.weight
+
+
+@form(TRAPS, flips_the_flag, 2, 0, "C9", "a graph a value")
+def form_flag(m: Region, x: Tensor) -> Tensor:
+    return x * m.weight if m.flag else x + m.weight
+
+
+@form(TRAPS, with_and_without_mask, 2, 0, "C9", "a graph each")
+def form_none_or_tensor(m: Region, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    return x * m.weight if mask is None else x * m.weight * mask
+
+
+@form(TRAPS, both_signs, 3, 1, "C9", "before the branch, and each side")
+def form_host_branch(m: Region, x: Tensor) -> Tensor:
+    y = x * m.weight
+    return y.sin() if y.sum() > 0 else y.cos()
+
+
+@form(CLEAN, both_signs, 1, 0, "C9", "both sides in one graph")
+def form_where(m: Region, x: Tensor) -> Tensor:
+    y = x * m.weight
+    return torch.where(y.sum() > 0, y.sin(), y.cos())
+
+
+@form(CLEAN, plain, 1, 0, "C9", "harmless now: a constant name is resolved")
+def form_getattr(m: Region, x: Tensor) -> Tensor:
+    return x * getattr(m, "wei" + "ght")
+
+
+@form(TRAPS, freezes_and_unfreezes, 2, 0, "C8", "a graph with a gradient, and one without")
+def form_requires_grad(m: Region, x: Tensor) -> Tensor:
+    return x * m.weight
+
+
+@form(CLEAN, opens_and_closes_the_gate, 1, 0, "C8", "the gate is an input")
+def form_gradient_gate(m: Region, x: Tensor) -> Tensor:
+    return x * torch.where(m.counter > 0, m.weight, m.weight.detach())
+
+
+@form(TRAPS, with_other_tokens, 4, 1, "C11", "the scores, and each count")
+def form_depths_by_threshold(m: Region, x: Tensor) -> Tensor:
+    return x[x @ m.weight > 0] * m.weight
+
+
+@form(CLEAN, with_other_tokens, 1, 0, "C11", "as many tokens at each call")
+def form_depths_by_capacity(m: Region, x: Tensor) -> Tensor:
+    scores, tokens = (x @ m.weight).topk(CAPACITY)
+    return x.index_add(0, tokens, x[tokens] * scores.sigmoid()[:, None])
+
+
+@form(CLEAN, with_keywords, 1, 0, "C9", "harmless now: a dict of tensors is unpacked")
+def form_keywords(m: Region, x: Tensor, **kwargs: Tensor) -> Tensor:
+    return x * m.weight + kwargs["more"]
+
+
+@form(CLEAN, both_signs, 1, 0, "C2", "captured as a symbol")
+def form_item(m: Region, x: Tensor) -> Tensor:
+    return x * m.weight * x.sum().item()
 
 
 def measure(form: Form, **options: object) -> DynamoReport:
@@ -247,9 +232,9 @@ def test_trap_form_compiles_to_known_number_of_graphs(form: Form, canaries) -> N
 @planted("C2", "scalar outputs are not captured")
 def test_uncaptured_item_breaks_the_graph(canaries) -> None:
     canaries(*INSTRUMENTS)
-    form = next(f for f in CLEAN if f.name == "item")
-    assert len(places(measure(form, capture_scalar_outputs=False))) == 1
-    assert not places(measure(form))
+    item = next(f for f in CLEAN if f.name == "item")
+    assert len(places(measure(item, capture_scalar_outputs=False))) == 1
+    assert not places(measure(item))
 
 
 def adds_its_number(m: Region, x: Tensor) -> Tensor:

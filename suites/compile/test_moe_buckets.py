@@ -63,29 +63,7 @@ def test_moe_compiles_one_graph_per_bucket(lane: Lane, row, canaries) -> None:
         f"buckets {sorted(buckets)} over {len(SKEWS)} routings (needed {needed})",
         *report.evidence(),
     )
-    row.count(
-        "compile/nam52-moe_buckets/graphs",
-        report.unique_graphs,
-        expected=len(buckets),
-        rule="C11",
-        seen=report.calls,
-        evidence=evidence,
-    )
-    row.bound(
-        "compile/nam52-moe_buckets/overflow_count",
-        int(block.overflow),
-        "pairs",
-        expected=0,
-        rule="C11",
-        seen=report.calls,
-        evidence=evidence,
-    )
-    row.bound(
-        "compile/nam52-moe_buckets/error_to_dropless",
-        largest(errors),
-        "ratio",
-        at_most=1e-5,
-        rule="C11",
-        seen=report.calls,
-        evidence=evidence,
-    )
+    case, shared = "compile/nam52-moe_buckets", {"rule": "C11", "seen": report.calls, "evidence": evidence}
+    row.count(f"{case}/graphs", report.unique_graphs, expected=len(buckets), **shared)
+    row.bound(f"{case}/overflow_count", int(block.overflow), "pairs", expected=0, **shared)
+    row.bound(f"{case}/error_to_dropless", largest(errors), "ratio", at_most=1e-5, **shared)

@@ -83,27 +83,7 @@ def test_graph_break_in_layer_loop_drops_whole_frame(lane: Lane, row, canaries) 
         report = hybrid.report()
     recurrent = sum(letter in RECURRENT for letter in letters)
     case = "compile/nam52-whole_loop"
-    row.count(
-        f"{case}/eager_islands",
-        islands,
-        expected=recurrent,
-        rule="C6",
-        seen=calls,
-        evidence=report.evidence(),
-    )
-    row.count(
-        f"{case}/compiled_calls",
-        calls,
-        at_least=len(letters) - recurrent,
-        rule="C6",
-        seen=calls,
-        evidence=report.evidence(),
-    )
-    row.count(
-        f"{case}/counted_graph_breaks",
-        report.counted_breaks,
-        rule="C6",
-        seen=calls,
-        evidence=report.evidence(),
-        per_build=True,
-    )
+    shared = {"rule": "C6", "seen": calls, "evidence": report.evidence()}
+    row.count(f"{case}/eager_islands", islands, expected=recurrent, **shared)
+    row.count(f"{case}/compiled_calls", calls, at_least=len(letters) - recurrent, **shared)
+    row.count(f"{case}/counted_graph_breaks", report.counted_breaks, per_build=True, **shared)

@@ -5,10 +5,11 @@ B batch, T tokens, S structure components, C chunk slots, K edge slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model.config import (
     DSAConfig,
@@ -87,6 +88,25 @@ def program(config: HybridConfig, batch: int, *spans: Span, device: str = "cpu")
                     table[row, k, 0], table[row, k, 1] = draw(first, slot), draw(first, slot)
             edge += 5
     return Features(*(table.to(device) for table in known))
+
+
+class PresentOnly(nn.Module):
+    """The form that rule X4 forbids: a Python list of the components that are present."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(size, 16) for size in sizes)
+
+    def forward(self, *given: Tensor | None) -> Tensor:
+        found = [table(ids) for table, ids in zip(self.tables, given) if ids is not None]
+        return torch.stack(found).mean(0) if found else self.tables[0].weight.new_zeros(1)
+
+
+def levels_pair_by_pair(level: Tensor) -> Tensor:
+    """The form that rule X5 forbids: a statement for each pair of chunks. level (B,C) -> (B,C,C) bool."""
+    C = level.shape[1]
+    pairs = [level[:, i] == level[:, j] for i in range(C) for j in range(C)]
+    return torch.stack(pairs, dim=1).unflatten(1, (C, C))
 
 
 def randomize_zero_parameters(model: nn.Module, seed: int = 3) -> nn.Module:

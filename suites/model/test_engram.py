@@ -134,21 +134,6 @@ def test_mixed_branches_equal_the_formula(lane: Lane) -> None:
 
 
 @lanes("cpu")
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ((2,), r"must be A layers, not \['M'\]"),
-        ((0, 1), r"must be A layers, not \['A', 'E'\]"),
-        ((12,), r"must be A layers, not \['none'\]"),
-        ((), "engram.layers is empty"),
-    ],
-)
-def test_engram_on_other_layers_is_refused(lane: Lane, layers: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        preset("nam12", "narrow", engram=EngramConfig(layers=layers))
-
-
-@lanes("cpu")
 @pytest.mark.parametrize("letter", ["M", "E", "R"])
 def test_engram_around_other_blocks_is_refused(lane: Lane, letter: str) -> None:
     with pytest.raises(ValueError, match=f"cannot be on a layer '{letter}'"):

@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from model import preset
 from model.hybrid import BLOCKS
-from suites.model.golden import differences, results, stored, subjects
+from suites.model.golden import differences, results, set_by_formula, stored, subjects
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
@@ -40,29 +41,15 @@ def test_weight_off_by_a_millionth_is_detected(
 ) -> None:
     """Checks every parameter that has a gradient; the others are the indexer's, whose choice has none."""
     before, blind = results(kind), []
-    make = BLOCKS[kind]
-    names = [n for n, _ in make(_config()).named_parameters()]
-    for name in names:
-        monkeypatch.setattr("suites.model.golden.set_by_formula", _off_by_a_millionth(name))
+    for name, _ in BLOCKS[kind](preset("nam56r", "narrow")).named_parameters():
+
+        def moved(model: torch.nn.Module, name: str = name) -> torch.nn.Module:
+            with torch.no_grad():
+                set_by_formula(model).get_parameter(name).mul_(1 + 1e-6)
+            return model
+
+        monkeypatch.setattr("suites.model.golden.set_by_formula", moved)
         if not differences(results(kind), before):
             blind.append(name)
         monkeypatch.undo()
     assert all(name.startswith("index_") for name in blind), blind
-
-
-def _config():
-    from model import preset
-
-    return preset("nam56r", "narrow")
-
-
-def _off_by_a_millionth(name: str):
-    from suites.model.golden import set_by_formula
-
-    def moved(model: torch.nn.Module) -> torch.nn.Module:
-        set_by_formula(model)
-        with torch.no_grad():
-            dict(model.named_parameters())[name].mul_(1 + 1e-6)
-        return model
-
-    return moved

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import preset
-from model.config import EngramConfig, HyperConfig
+from model.config import HyperConfig
 from model.hyper import HyperBlock, branch_weights, doubly_stochastic, sinkhorn
 from suites.support.hybrids import build, token_batch
 from suites.support.lanes import Lane, lanes
@@ -163,20 +163,3 @@ def test_streams_can_diverge(lane: Lane, apart: bool) -> None:
     model(token_batch(CONFIG, 2, device=lane.device)).backward()
     post = model.blocks[0].bias.grad[N : 2 * N]
     assert (float((post - post.mean()).abs().max()) > 1e-3 * float(post.abs().max())) is apart
-
-
-@lanes("cpu")
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hyper": HyperConfig(mix_branches=True)}, "mix_branches needs engram.layers"),
-        ({"hyper": HyperConfig(), "engram": EngramConfig(layers=())}, "engram.layers is empty"),
-        ({"hyper": HyperConfig(layers=0)}, "hyper.layers must lie in"),
-        ({"hyper": HyperConfig(layers=13)}, "hyper.layers must lie in"),
-        ({"hyper": HyperConfig(streams=1)}, "hyper.streams must be at least 2"),
-        ({"hyper": HyperConfig(uniform=1.5)}, "hyper.uniform must lie in"),
-    ],
-)
-def test_silent_no_ops_are_refused(lane: Lane, changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        preset("nam12", "narrow", **changes)

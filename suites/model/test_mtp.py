@@ -185,9 +185,3 @@ def test_mtp_is_one_graph_for_all_steps(lane: Lane, row, canaries) -> None:
         evidence=[f"{steps} steps: {n} graphs and breaks" for steps, n in graphs.items()],
     )
     assert min(graphs.values()) == 1
-
-
-@lanes("cpu")
-def test_zero_mtp_steps_is_refused(lane: Lane) -> None:
-    with pytest.raises(ValueError, match=r"mtp.steps must be at least 1"):
-        preset("nam12", "narrow", mtp=MTPConfig(steps=0))

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from model import expand_pattern, preset
-from model.config import DSAConfig, HybridConfig, MLAConfig, StructureConfig
+from model.config import (
+    DSAConfig,
+    EngramConfig,
+    HybridConfig,
+    HyperConfig,
+    MLAConfig,
+    MTPConfig,
+    StructureConfig,
+)
 from model.presets import NAMES, SIZES
 from suites.support.lanes import Lane, lanes
 
@@ -93,6 +101,22 @@ def test_bad_patterns_are_refused(lane: Lane, pattern: str, depth: int, message:
         ({"attention_gate": "token"}, "attention_gate must be"),
         ({"window": 9, "mla": MLAConfig()}, "window 9 needs A:gqa blocks, not A:mla: set it to 0"),
         ({"window": 9, "dsa": DSAConfig(ranks=(2,))}, "window 9 needs A:gqa blocks, not A:dsa: set it to 0"),
+        ({"dsa": DSAConfig(ranks=(14,))}, "dsa.ranks must lie in 1..13"),
+        ({"null_rho": 1.5}, "null_rho must lie in 0..1"),
+        ({"expert_groups": 5}, "multiple of expert_groups"),
+        ({"expert_groups": 16, "chosen_groups": 1}, "the chosen groups must hold top_k experts"),
+        ({"expert_groups": 2, "chosen_groups": 3}, "chosen_groups must lie"),
+        ({"mtp": MTPConfig(steps=0)}, "mtp.steps must be at least 1"),
+        ({"engram": EngramConfig(layers=(2,))}, r"must be A layers, not \['M'\]"),
+        ({"engram": EngramConfig(layers=(0, 1))}, r"must be A layers, not \['A', 'E'\]"),
+        ({"engram": EngramConfig(layers=(52,))}, r"must be A layers, not \['none'\]"),
+        ({"engram": EngramConfig(layers=())}, "engram.layers is empty"),
+        ({"hyper": HyperConfig(), "engram": EngramConfig(layers=())}, "engram.layers is empty"),
+        ({"hyper": HyperConfig(mix_branches=True)}, "mix_branches needs engram.layers"),
+        ({"hyper": HyperConfig(layers=0)}, "hyper.layers must lie in"),
+        ({"hyper": HyperConfig(layers=53)}, "hyper.layers must lie in"),
+        ({"hyper": HyperConfig(streams=1)}, "hyper.streams must be at least 2"),
+        ({"hyper": HyperConfig(uniform=1.5)}, "hyper.uniform must lie in"),
     ],
 )
 def test_bad_configurations_are_refused(lane: Lane, changes: dict, message: str) -> None:

@@ -16,7 +16,7 @@ from model import preset
 from model.config import TreeConfig
 from model.features import Features
 from model.relations import NO_CHUNK, RELATIONS, RelationBias, chunk_of_token, chunk_relations, started
-from suites.model.programs import program
+from suites.model.programs import levels_pair_by_pair, program
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
@@ -100,19 +100,14 @@ def operators(lane: Lane, function, chunks: int) -> int:
         return watch.refresh().graphs[0].ops
 
 
-def levels_pair_by_pair(document: Tensor, known: Features) -> Tensor:
-    """The incorrect form of one relation: a statement for each pair of chunks."""
-    C = document.shape[1]
-    pairs = [known.level[:, i] == known.level[:, j] for i in range(C) for j in range(C)]
-    return torch.stack(pairs, dim=1).unflatten(1, (C, C))
-
-
 @lanes("cpu", "h200")
 @planted("X5", "a statement for each pair of chunks")
 def test_graph_does_not_grow_with_the_chunks(lane: Lane, row, canaries) -> None:
     canaries("graphs")
     few, many = (operators(lane, ours, chunks) for chunks in (12, 48))
-    pairs = [operators(lane, levels_pair_by_pair, chunks) for chunks in (4, 8)]
+    pairs = [
+        operators(lane, lambda document, known: levels_pair_by_pair(known.level), chunks) for chunks in (4, 8)
+    ]
     assert pairs[1] > 3 * pairs[0], "the pair loop must show"
     row.bound(
         f"model/relations-{lane.name}/operators_for_36_more_chunks",

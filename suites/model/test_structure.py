@@ -17,7 +17,7 @@ from launch.contract import load
 from model import preset
 from model.config import StructureConfig
 from model.structure import COMPONENTS, StructureEmbedding, stack_columns
-from suites.model.programs import randomize_zero_parameters
+from suites.model.programs import PresentOnly, randomize_zero_parameters
 from suites.support.hybrids import SEED
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
@@ -91,18 +91,6 @@ def test_tokens_without_components_leave_gradients_finite(lane: Lane, kind: type
     assert all(bool(p.grad.isfinite().all()) for p in module.parameters()) is finite
 
 
-class DynamicList(nn.Module):
-    """The incorrect form: a Python list of the components that are present."""
-
-    def __init__(self, config) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(size, 16) for size in config.structure.sizes)
-
-    def forward(self, *given: Tensor | None) -> Tensor:
-        found = [table(ids) for table, ids in zip(self.tables, given) if ids is not None]
-        return torch.stack(found).mean(0) if found else torch.zeros(B, T, 16)
-
-
 @lanes("cpu", "h200")
 @planted("X4", "a Python list of the components that are present")
 def test_one_graph_for_every_presence(lane: Lane, row, canaries) -> None:
@@ -110,7 +98,10 @@ def test_one_graph_for_every_presence(lane: Lane, row, canaries) -> None:
     ids = columns(lane).clamp(min=0).minimum(torch.tensor(CONFIG.structure.sizes, device=lane.device) - 1)
     patterns = list(itertools.product((False, True), repeat=len(COMPONENTS)))
     reports = {}
-    for name, module in (("static", embedding(lane)), ("list", DynamicList(CONFIG).to(lane.device))):
+    for name, module in (
+        ("static", embedding(lane)),
+        ("list", PresentOnly(CONFIG.structure.sizes).to(lane.device)),
+    ):
         with dynamo_config(load().dynamo), DynamoWatch() as watch:
             compiled = torch.compile(module, backend=watch.backend("eager"))
             for pattern in patterns:

@@ -135,13 +135,6 @@ def test_indexer_learns_from_its_own_loss_only(lane: Lane) -> None:
         torch.testing.assert_close(with_loss[n], without[n], rtol=1e-12, atol=1e-14)
 
 
-@lanes("cpu")
-def test_ranks_beyond_the_layers_are_refused(lane: Lane) -> None:
-    config = preset("nam56r")
-    with pytest.raises(ValueError, match=r"dsa.ranks must lie in 1..13"):
-        config.replace(dsa=type(config.dsa)(ranks=(14,)))
-
-
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("name", NAMES)
 def test_state_dict_round_trip(lane: Lane, name: str) -> None:

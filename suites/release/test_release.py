@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from suites.release.cond_in_cuda_graph import branch
+from suites.release.programs import branch
 from suites.support.child import ROOT, run_json
 from suites.support.comparison import error_ratio
 from suites.support.gpu_timing import CALLS, alternately, median
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
+PROGRAMS = "suites.release.programs"
 OURS = ("bumpgate", "fixtures", "kernels", "launch", "model", "suites")
 
 
@@ -300,7 +301,7 @@ def test_cond_inside_a_cuda_graph(lane: Lane, row) -> None:
 
     In a new process, because a torch without this feature leaves its random generator broken.
     """
-    result = run_json("suites.release.cond_in_cuda_graph", lane.device, environment={}, timeout=120)
+    result = run_json(PROGRAMS, "cond_in_cuda_graph", lane.device, environment={}, timeout=120)
     refusal = result["refusal"]
     assert not refusal or "captur" in refusal, refusal
     if present(row, "cond_in_cuda_graph", not refusal, [refusal] if refusal else None):
@@ -326,7 +327,7 @@ def test_time_of_batched_eigh(lane: Lane, row, exclusive_machine) -> None:
 
 @lanes("h200")
 def test_names_of_annotated_kernels_in_a_trace(lane: Lane, row) -> None:
-    result = run_json("suites.release.graph_annotations", environment={}, timeout=120)
+    result = run_json(PROGRAMS, "graph_annotations", environment={}, timeout=120)
     refusal, kernels = result["refusal"], result["kernels"]
     if present(row, "graph_annotations", not refusal, [refusal] if refusal else None):
         fact(
@@ -341,7 +342,7 @@ def test_names_of_annotated_kernels_in_a_trace(lane: Lane, row) -> None:
 def test_gpu_is_traced_after_a_profile_of_the_cpu(lane: Lane, row) -> None:
     """The suites profile with the GPU's activities at all times: present_activities."""
     kernels = {
-        first: run_json("suites.release.profiled_twice", first, environment={}, timeout=120)["kernels"]
+        first: run_json(PROGRAMS, "profiled_twice", first, environment={}, timeout=120)["kernels"]
         for first in ("gpu", "cpu")
     }
     assert kernels["gpu"] > 0
@@ -359,7 +360,7 @@ def test_gpu_is_traced_after_a_profile_of_the_cpu(lane: Lane, row) -> None:
 @lanes("h200")
 def test_green_contexts(lane: Lane, row) -> None:
     """Since torch 2.12 with a limit of the work queues, which needs a driver of CUDA 13.1 or later."""
-    for name, found in run_json("suites.release.green_context", environment={}, timeout=120).items():
+    for name, found in run_json(PROGRAMS, "green_context", environment={}, timeout=120).items():
         refusal = found["refusal"]
         if present(row, f"green_context_{name}", not refusal, [refusal] if refusal else None):
             fact(row, f"green_context_{name}", {"product": found["equal"]})

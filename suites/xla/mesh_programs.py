@@ -80,11 +80,10 @@ def compiled_for_one_chip(name: str, *gib: str) -> dict[str, Any]:
 @program
 def trained_on_meshes(topology: str) -> dict[str, Any]:
     """Run three AdamW steps of the small hybrid on each mesh and in eager mode; compile its step for a topology."""
+    import torch
     import torch_xla
 
-    from launch.optimizers import AdamW
     from launch.xla import sharding
-    from suites.support.hybrids import build, token_batch
     from suites.xla import support
 
     sharding.start_spmd()
@@ -94,17 +93,10 @@ def trained_on_meshes(topology: str) -> dict[str, Any]:
         name = "-".join(mesh.axis_names)
         meshes[name] = _trained(mesh, topology if name == "data-expert" else "")
     # After the first tensor on the device: a backward before it leaves autograd without a queue for the device.
-    config = small_moe()
-    eager, losses = build(config), []
-    optimizer = AdamW(eager.parameters(), lr=1e-3)
-    for seed in range(STEPS):
-        loss = eager(token_batch(config, BATCH, TOKENS, seed))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
+    losses = support.eager_losses(small_moe(), STEPS, BATCH)
+    on_host = torch.tensor(losses[-1])
     with support.counted() as read:
-        loss.detach().to(torch_xla.device()).add(1).item()
+        on_host.to(torch_xla.device()).add(1).item()
     return {"meshes": meshes, "swapped": _swapped(), "eager": losses, "downloads_of_item": read.downloads}
 
 

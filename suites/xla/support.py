@@ -195,3 +195,16 @@ def each_step(
             step(micro)
         found.append(counts)
     return found
+
+
+def eager_losses(config: HybridConfig, steps: int, batch: int = 2) -> list[float]:
+    """Return the losses of the same AdamW steps on the CPU in eager torch."""
+    model = build(config)
+    update, losses = AdamW(model.parameters(), lr=1e-3), []
+    for step in range(steps):
+        loss = model(token_batch(config, batch, TOKENS, step))
+        loss.backward()
+        update.step()
+        update.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return losses

@@ -25,11 +25,20 @@ from launch.xla.environment import XlaEnvironmentError, check
 from launch.xla.steps import TrainStep, XlaError, barrier_layers, set_learning_rate
 from model import HybridConfig, preset
 from suites.support.child import ROOT
-from suites.support.hybrids import build, token_batch
 from suites.support.lanes import Lane, lanes, needs_tpu
 from suites.support.planted import planted
 from suites.support.reduce import largest_difference
-from suites.xla.support import TILES, Counts, OnDevice, counted, each_step, fresh_size, on_device, tile
+from suites.xla.support import (
+    TILES,
+    Counts,
+    OnDevice,
+    counted,
+    each_step,
+    eager_losses,
+    fresh_size,
+    on_device,
+    tile,
+)
 
 INSTRUMENTS = ("xla_compiles", "xla_transfers", "xla_fallbacks")
 STEPS = 4
@@ -72,19 +81,6 @@ def step_rows(
         row.count(f"xla/{case}/{metric}", value, expected=required, seen=done, **shared)
 
 
-def eager_losses(config: HybridConfig, optimizer: type[TensorOptimizer], steps: int) -> list[float]:
-    """Return the losses of the same run on the CPU in eager torch."""
-    model = build(config)
-    update, losses = optimizer(model.parameters(), lr=1e-3), []
-    for step in range(steps):
-        loss = model(token_batch(config, 2, 32, step))
-        loss.backward()
-        update.step()
-        update.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-    return losses
-
-
 @lanes("v6e")
 @pytest.mark.parametrize("name", TILES)
 def test_tile_trains_like_eager(lane: Lane, name: str, row, canaries) -> None:
@@ -93,7 +89,7 @@ def test_tile_trains_like_eager(lane: Lane, name: str, row, canaries) -> None:
     step, losses = TrainStep(made.model, made.optimizer), []
     found = each_step(lambda micro: losses.append(step(micro)), micro_batches(made, STEPS))
     step_rows(row, f"{name}-tile", "X7", found, first=2, executions=2)
-    ours, eager = [loss.item() for loss in losses], eager_losses(made.config, AdamW, STEPS)
+    ours, eager = [loss.item() for loss in losses], eager_losses(made.config, STEPS)
     error = largest_difference(ours, eager, relative=True)
     row.bound(
         f"xla/{name}-tile/loss_error",
@@ -114,14 +110,12 @@ def test_mode_a_is_one_program_at_any_learning_rate(
     lane: Lane, optimizer: type[TensorOptimizer], row, canaries
 ) -> None:
     canaries(*INSTRUMENTS)
+    made = on_device(dense())
     if optimizer is Muon:
-        made = on_device(dense())
         matrices = [p for p in made.model.parameters() if p.ndim == 2]
         others = [p for p in made.model.parameters() if p.ndim != 2]
         groups = [{"params": matrices}, {"params": others, "rule": "adamw"}]
         made.optimizer = Muon(groups, lr=1e-3, capturable=True)
-    else:
-        made = on_device(dense())
     step = TrainStep(made.model, made.optimizer)
     assert step.mode == "A"
     case = f"mode_a-{optimizer.__name__.lower()}"
@@ -134,15 +128,9 @@ def test_mode_a_is_one_program_at_any_learning_rate(
             step([made.batch()])
         found.append(counts)
     rates = {float(group["lr"]) for group in made.optimizer.param_groups}
-    row.count(
-        f"xla/{case}/compiles_of_new_rates",
-        sum(c.compiles for c in found),
-        expected=0,
-        seen=len(found) if rates == {1.0} else 0,
-        rule="X6",
-        evidence=found,
-        instruments=INSTRUMENTS,
-    )
+    shared = {"rule": "X6", "evidence": found, "instruments": INSTRUMENTS}
+    compiles, seen = sum(c.compiles for c in found), len(found) if rates == {1.0} else 0
+    row.count(f"xla/{case}/compiles_of_new_rates", compiles, expected=0, seen=seen, **shared)
 
 
 @lanes("v6e")
@@ -215,18 +203,10 @@ def test_barrier_after_the_last_layer_adds_programs(monkeypatch: pytest.MonkeyPa
 
 @lanes("v6e")
 def test_mode_follows_from_the_model(lane: Lane, row) -> None:
-    patterns = {
-        "A": "A",
-        "M": "A",
-        "R": "A",
-        "AM": "A",
-        "AMR": "A",
-        "E": "B",
-        "AEME": "B",
-        "AEMEAEMEAEMR": "B",
-    }
-    modes = {p: xla.mode_of(preset("nam12", "narrow", layer_pattern=p, depth=len(p))) for p in patterns}
-    wrong = {p: mode for p, mode in modes.items() if mode != patterns[p]}
+    patterns = {"A": ("A", "M", "R", "AM", "AMR"), "B": ("E", "AEME", "AEMEAEMEAEMR")}
+    expected = {pattern: mode for mode, group in patterns.items() for pattern in group}
+    modes = {p: xla.mode_of(preset("nam12", "narrow", layer_pattern=p, depth=len(p))) for p in expected}
+    wrong = {p: mode for p, mode in modes.items() if mode != expected[p]}
     row.count("xla/modes/wrong", len(wrong), expected=0, seen=modes, rule="X6", evidence=wrong)
 
 
@@ -339,12 +319,5 @@ def test_run_needs_the_receipt_of_its_data(lane: Lane, row) -> None:
     with pytest.raises(DataError, match="random ids are not training data"):
         Trainer(config, plan, random, device="xla").run()
     summary = Trainer(config, plan, corpus, device="xla").run()
-    row.bound(
-        "xla/receipt/kind",
-        summary["kind"],
-        "kind",
-        expected="training",
-        seen=summary["step"],
-        rule="X13",
-        evidence=[str(summary["data"])],
-    )
+    found = {"seen": summary["step"], "evidence": [str(summary["data"])]}
+    row.bound("xla/receipt/kind", summary["kind"], "kind", expected="training", rule="X13", **found)

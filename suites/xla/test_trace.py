@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_xla
-from torch import Tensor, nn
+from torch import Tensor
 
 from model import preset
 from model.config import StructureConfig, TreeConfig
@@ -19,7 +19,7 @@ from model.features import Features
 from model.relations import chunk_relations
 from model.structure import StructureEmbedding, stack_columns
 from model.tree_ffn import TreeFFN
-from suites.model.programs import FEATURES, TOGETHER, VARIANTS, program
+from suites.model.programs import FEATURES, TOGETHER, VARIANTS, PresentOnly, levels_pair_by_pair, program
 from suites.support.lanes import lanes
 from suites.support.planted import planted
 from suites.xla import support
@@ -134,30 +134,18 @@ def presences() -> list[list[Tensor | None]]:
     return [[column if mask >> c & 1 else None for c in range(COLUMNS)] for mask in range(2**COLUMNS)]
 
 
-class PresentOnly(nn.Module):
-    """The fault: a Python list of the components that are present."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(8 + c, 4) for c in range(COLUMNS))
-
-    def forward(self, columns: list[Tensor | None]) -> Tensor:
-        found = [table(c) for table, c in zip(self.tables, columns) if c is not None]
-        return torch.stack(found).mean(0) if found else torch.zeros(1, device=torch_xla.device())
-
-
 @planted("X4", "a list of the components that are present: a program for each of the 32 presences")
 def test_every_presence_of_columns_is_one_program(row, canaries) -> None:
     canaries("xla_programs")
     device = torch_xla.device()
     ours = StructureEmbedding(preset("nam12", "narrow", structure=StructureConfig(dim=16))).to(device)
-    theirs = PresentOnly().to(device)
+    theirs = PresentOnly(range(8, 8 + COLUMNS)).to(device)
     like = torch.zeros(2, TOKENS)
     stacked = [stack_columns(columns, like).to(device) for columns in presences()]
     lists = [[c if c is None else c.to(device) for c in columns] for columns in presences()]
     torch_xla.sync()
     found = {graph_hash([ours(columns)]) for columns in stacked}
-    by_list = {graph_hash([theirs(columns)]) for columns in lists}
+    by_list = {graph_hash([theirs(*columns)]) for columns in lists}
     assert len(by_list) == 2**COLUMNS
     shared = {"seen": len(by_list), "rule": "X4", "instruments": ["xla_programs"]}
     row.count("xla/structure/programs_of_32_presences", len(found), expected=1, **shared)
@@ -168,16 +156,6 @@ def chunk_tables(C: int) -> Features:
     config = preset("nam12", "narrow", tree=TreeConfig(chunks=C, edges=C, width=16))
     known = program(config, 2, (0, TOKENS, 1))
     return Features(*(t.to(torch_xla.device()) for t in known))
-
-
-def pairs_in_python(document: Tensor, level: Tensor) -> Tensor:
-    """The fault: one operation per pair of chunks. document, level (B,C) -> (B,C,C) bool."""
-    C = document.shape[1]
-    rows = [
-        torch.stack([(document[:, i] == document[:, j]) & (level[:, i] == level[:, j]) for j in range(C)], 1)
-        for i in range(C)
-    ]
-    return torch.stack(rows, 1)
 
 
 @planted("X5", "relations by a Python loop over pairs of chunks: the program grows with their number squared")
@@ -200,7 +178,7 @@ def test_program_size_does_not_grow_with_chunk_count(row, canaries) -> None:
             (dx,) = torch.autograd.grad(y.square().sum(), x)
         fallbacks += sum(counts.fallbacks.values())
         trees.append(instructions([y, dx]))
-        loops.append(instructions([pairs_in_python(document, level)]))
+        loops.append(instructions([levels_pair_by_pair(level)]))
     assert loops[1] > 3 * loops[0]
     assert loops[2] > 3 * loops[1]
     shared = {"expected": 0, "rule": "X5", "seen": min(relations), "instruments": INSTRUMENTS}

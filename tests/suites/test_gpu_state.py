@@ -41,41 +41,17 @@ NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
 NVML_TEMPERATURE_GPU, NVML_PERF_POLICY_THERMAL = 0, 1
 REASONS, PIDS, USED, HOT = [0x4], [[]], [1 << 29], [0]
 
-def next_of(values):
-    return values.pop(0) if len(values) > 1 else values[0]
-
-def nvmlInit():
-    pass
-
-def nvmlDeviceGetHandleByIndex(index):
-    return f'GPU-{index}'
-
-def nvmlDeviceGetHandleByUUID(uuid):
-    return uuid
-
-def nvmlDeviceGetUUID(handle):
-    return handle
-
-def nvmlDeviceGetClockInfo(handle, clock):
-    return {1: 1980, 2: 3201}[clock]
-
-def nvmlDeviceGetPowerUsage(handle):
-    return 690_000
-
-def nvmlDeviceGetTemperature(handle, sensor):
-    return 61
-
-def nvmlDeviceGetCurrentClocksEventReasons(handle):
-    return next_of(REASONS)
-
-def nvmlDeviceGetViolationStatus(handle, policy):
-    return SimpleNamespace(violationTime=next_of(HOT))
-
-def nvmlDeviceGetComputeRunningProcesses(handle):
-    return [SimpleNamespace(pid=pid) for pid in next_of(PIDS)]
-
-def nvmlDeviceGetMemoryInfo(handle):
-    return SimpleNamespace(used=next_of(USED))
+next_of = lambda values: values.pop(0) if len(values) > 1 else values[0]
+nvmlInit = lambda: None
+nvmlDeviceGetHandleByIndex = 'GPU-{}'.format
+nvmlDeviceGetHandleByUUID = nvmlDeviceGetUUID = lambda uuid: uuid
+nvmlDeviceGetClockInfo = lambda handle, clock: {1: 1980, 2: 3201}[clock]
+nvmlDeviceGetPowerUsage = lambda handle: 690_000
+nvmlDeviceGetTemperature = lambda handle, sensor: 61
+nvmlDeviceGetCurrentClocksEventReasons = lambda handle: next_of(REASONS)
+nvmlDeviceGetViolationStatus = lambda handle, policy: SimpleNamespace(violationTime=next_of(HOT))
+nvmlDeviceGetComputeRunningProcesses = lambda handle: [SimpleNamespace(pid=pid) for pid in next_of(PIDS)]
+nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=next_of(USED))
 """
 
 

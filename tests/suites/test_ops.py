@@ -53,31 +53,3 @@ def test_specs_are_found_without_torch_and_read_without_triton() -> None:
         "assert [spec.name for spec in specs().values()] == op_names(); assert 'triton.language' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """Two complete ops, `fold` and `unfold`."""
-    rows = {f"kernels/{op}-cpu-fp32/forward_error_ratio": {} for op in ("fold", "unfold")}
-    _write(tmp_path / "baselines/cpu.json", json.dumps({"rows": rows}))
-    for op in ("fold", "unfold"):
-        for part in lacking(tmp_path, op):
-            _write(tmp_path / part)
-    return tmp_path
-
-
-def _write(path: Path, text: str = "") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def test_lacking_names_a_missing_part(tree: Path) -> None:
-    """The other op's row, whose name contains this one's, does not count for it."""
-    assert op_names(tree) == folders(tree) == ["fold", "unfold"]
-    for part in ("kernels/fold/eager.py", "suites/ops/fold.py", "fixtures/fold.safetensors"):
-        (tree / part).unlink()
-        assert lacking(tree, "fold") == [part]
-        _write(tree / part)
-    (tree / "baselines/cpu.json").write_text(json.dumps({"rows": {"kernels/unfold-cpu-fp32/error": {}}}))
-    assert lacking(tree, "fold") == ["a row kernels/fold-cpu-* in baselines/cpu.json"]
-    assert lacking(tree, "unfold") == []

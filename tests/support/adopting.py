@@ -6,22 +6,14 @@ torch 9.9.0 is adopted. Of the candidates, 9.10.0 only changes a value of one bu
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from bumpgate import cli
 from bumpgate.core.baseline import Baseline, Reviewed, save
 from bumpgate.core.rows import read_record
 from bumpgate.gate import evidence, state
@@ -29,7 +21,7 @@ from bumpgate.process.file_transaction import digest
 from tests.support.builds import host_pytest
 from tests.support.gate_tree import CANARY
 from tests.support.local_index import LocalIndex, fake_wheel
-from tests.support.project import Project, Result
+from tests.support.project import Project, Result, in_process
 from tests.support.reports import save_record
 
 TEST = """
@@ -122,18 +114,7 @@ class AdoptTree(Project):
         """Run the command in this process, except for a gate: starting Python takes longer than most commands."""
         if args[0] == "gate":
             return super().bumpgate(*args)
-        out, err = io.StringIO(), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-            patch.chdir(self.root)
-            patch.setattr(sys, "argv", ["bumpgate", *args])
-            patch.setattr(tempfile, "tempdir", None)
-            for name in {*os.environ} - {*self.env}:
-                patch.delenv(name)
-            for name, value in self.env.items():
-                patch.setenv(name, value)
-            with pytest.raises(SystemExit) as ended:
-                cli.main()
-        return Result(int(ended.value.code or 0), out.getvalue(), err.getvalue())
+        return in_process(self.root, *args, env=self.env)
 
     def gate(self, version: str, *more: str) -> Result:
         """Gate a version, with results in a folder named after it."""

@@ -6,21 +6,19 @@ torch reads `torch.graph_breaks()`: 13, plus one for a fault in torch or in the 
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 
-import pytest
-
-from bumpgate import cli
 from tests.support.local_index import LocalIndex, fake_wheel
-from tests.support.project import PLUGINS, interruptible
+from tests.support.project import PLUGINS, in_process, interruptible
+from tests.support.project import Result as Ran
 from tests.support.tree import ROOT
 
 WEEKS = 12
@@ -105,15 +103,6 @@ def host_pytest(folder: Path) -> Path:
     return fake_wheel(folder, "pytest", "99.0", {"host.pth": "\n".join([*sites, quick]) + "\n"})
 
 
-@dataclass(frozen=True)
-class Ran:
-    """Exit code and output of one `bumpgate bisect`."""
-
-    code: int
-    out: str
-    err: str
-
-
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """Start `bumpgate bisect` as a separate process."""
     return subprocess.Popen(
@@ -131,14 +120,4 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 @contextmanager
 def bisecting(folder: Path) -> Iterator[Callable[..., Ran]]:
     """Yield a function that runs `bumpgate bisect` in this process, with `folder` as working directory."""
-
-    def run(*arguments: str) -> Ran:
-        out, err = io.StringIO(), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-            patch.chdir(folder)
-            patch.setattr(sys, "argv", ["bumpgate", "bisect", *arguments])
-            with pytest.raises(SystemExit) as ended:
-                cli.main()
-        return Ran(int(ended.value.code or 0), out.getvalue(), err.getvalue())
-
-    yield run
+    yield partial(in_process, folder, "bisect")

@@ -29,10 +29,6 @@ class FakeServices(Loopback):
     headers: list[dict[str, str]] = field(default_factory=list)
 
     @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    @property
     def changes(self) -> list[str]:
         """Requests that change something."""
         return [request for request in self.requests if not request.startswith("GET")]

@@ -24,12 +24,15 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import MappingProxyType
 from urllib.parse import quote, unquote
 
 import pytest
 from packaging.utils import canonicalize_name, parse_wheel_filename
+
+from tests.support.loopback import Loopback
 
 JSON_TYPE = "application/vnd.pypi.simple.v1+json"
 
@@ -75,22 +78,33 @@ def fake_wheel(
         f"{info}/METADATA": "\n".join(lines) + "\n",
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n",
     }
-    record = "".join(f"{path},sha256={_digest(text)},{len(text.encode())}\n" for path, text in files.items())
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{package}-{version}-{tag}.whl"
+    return pack(folder / f"{package}-{version}-{tag}.whl", info, files)
+
+
+def pack(
+    path: Path,
+    info: str,
+    files: Mapping[str, str | bytes],
+    swapped: Mapping[str, bytes] = MappingProxyType({}),
+) -> Path:
+    """Write the archive of a wheel with its RECORD. swapped: files that differ from what RECORD says."""
+    content = {name: data.encode() if isinstance(data, str) else data for name, data in files.items()}
+    record = "".join(f"{name},sha256={_digest(data)},{len(data)}\n" for name, data in content.items())
+    content[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
-        for file, text in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
+        for name, data in {**content, **swapped}.items():
             # A fixed date makes the wheel's bytes reproducible.
-            archive.writestr(zipfile.ZipInfo(file, (2020, 1, 1, 0, 0, 0)), text)
+            archive.writestr(zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), data)
     return path
 
 
-def _digest(text: str) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+def _digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
 @dataclass
-class LocalIndex:
+class LocalIndex(Loopback):
     """Serves wheels while the `with` block runs. packages: wheel files, more can be added with `add`.
 
     dates: upload time by version, for every package; other versions have none in the response. delay: seconds before
@@ -115,7 +129,7 @@ class LocalIndex:
     @property
     def url(self) -> str:
         """URL of the simple index, without a trailing slash."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}/index"
+        return f"{super().url}/index"
 
     def add(self, path: Path) -> None:
         name = str(parse_wheel_filename(path.name)[0])
@@ -154,16 +168,12 @@ class LocalIndex:
             def log_message(self, *args: object) -> None:
                 """Suppress logging."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
+        self.serve(Handler)
         return self
 
     def __exit__(self, *error: object) -> None:
         self.resume()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().__exit__()
 
     def _answer(self, handler: BaseHTTPRequestHandler, body: bool = True) -> None:
         self.requests.append(handler.path)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from bumpgate.doctor.checks import CHECKS
 from bumpgate.doctor.examination import Check, CheckResult, Part, Status, examine, make_site
-from tests.support.tree import ROOT
+from tests.support.tree import ROOT, edit
 
 # In every Python of the machine: log each import of torch, with its visible devices; finding its location does not
 # count as an import. Not an audit hook: Dynamo would count its frames as the program's.
@@ -73,10 +73,8 @@ class Machine:
 
     def edit(self, name: str, old: str, new: str, *, lock: bool = False) -> None:
         """Replace the only occurrence of `old` in a copied file; `lock` updates its lock."""
+        edit(self.root, name, old, new)
         path = self.root / name
-        text = path.read_text()
-        assert text.count(old) == 1, f"{name}: {old!r} occurs {text.count(old)} times"
-        path.write_text(text.replace(old, new))
         if lock:
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             path.with_suffix(".lock").write_text(f"{digest}  {path.name}\n")

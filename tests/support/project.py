@@ -5,16 +5,21 @@ Each project has a fake torch: nothing here needs the real one, and tests can ch
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from bumpgate.core.baseline import Baseline, Reviewed, save
 from bumpgate.core.rows import Record, read_record
@@ -81,6 +86,25 @@ class Result:
     code: int
     out: str
     err: str
+
+
+def in_process(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> Result:
+    """Run bumpgate in this process, in a folder; env replaces the environment variables."""
+    from bumpgate import cli  # not in every lane's environment
+
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["bumpgate", *args])
+        if env is not None:
+            patch.setattr(tempfile, "tempdir", None)
+            for name in {*os.environ} - {*env}:
+                patch.delenv(name)
+            for name, value in env.items():
+                patch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    return Result(int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
 
 class Project:

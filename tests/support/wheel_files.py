@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import difflib
-import hashlib
 import io
 import struct
 import sys
 import tarfile
-import zipfile
 from pathlib import Path
+
+from tests.support.local_index import pack
 
 TAG = (
     f"cp{sys.version_info[0]}{sys.version_info[1]}-cp{sys.version_info[0]}{sys.version_info[1]}-linux_x86_64"
@@ -41,21 +40,13 @@ def wheel(
     info = f"fast-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {own_name}\nVersion: {version}\nRequires-Dist: {requires}\n"
     files = {
-        "fast/__init__.py": f"import torch\n{init}".encode(),
+        "fast/__init__.py": f"import torch\n{init}",
         f"fast/{library}": extension,
-        f"{info}/METADATA": metadata.encode(),
-        f"{info}/WHEEL": f"Wheel-Version: 1.0\nTag: {tag}\n".encode(),
+        f"{info}/METADATA": metadata,
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nTag: {tag}\n",
     }
-
-    def digest(data: bytes) -> str:
-        return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-
-    record = "".join(f"{name},sha256={digest(data)},{len(data)}\n" for name, data in files.items())
-    path = folder / f"fast-{version}-{tag}.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n".encode()}.items():
-            archive.writestr(name, swapped if swapped and name.endswith(library) else data)
-    return path
+    other = {f"fast/{library}": swapped} if swapped else {}
+    return pack(folder / f"fast-{version}-{tag}.whl", info, files, other)
 
 
 def gpu_code(arch: int, kind: int = 2) -> bytes:
