@@ -29,110 +29,53 @@ _NARROW = {
     "r_value": 8,
 }
 
+# The same fields at full size: nam12, nam52, nam56r, nam56r_4096.
+_FULL = {
+    "d_model": (768, 2048, 3584, 4096),
+    "vocab_size": (65536, 65536, 65536, 131072),
+    "seq_len": (4096, 4096, 4096, 4096),
+    "q_heads": (12, 32, 56, 32),
+    "kv_heads": (4, 8, 8, 8),
+    "head_dim": (64, 64, 64, 128),
+    "m_heads": (24, 64, 112, 128),
+    "m_head_dim": (64, 64, 64, 64),
+    "m_state": (64, 64, 64, 128),
+    "m_groups": (8, 8, 8, 8),
+    "expert_hidden": (256, 512, 896, 896),
+    "shared_hidden": (512, 512, 1024, 1024),
+    "r_heads": (8, 8, 8, 8),
+    "r_key": (64, 64, 64, 64),
+    "r_value": (16, 16, 16, 16),
+}
+_TILED = {"layer_pattern": "AEMEAEMEAEMR"}
+_NAM56R = {**_TILED, "depth": 52, "experts": 16, "top_k": 4}
+_LAYERS: dict[str, dict[str, object]] = {
+    "nam12": {**_TILED, "depth": 12, "experts": 64, "top_k": 6},
+    "nam52": {"layer_pattern": "AEME", "depth": 52, "experts": 64, "top_k": 6},
+    "nam56r": _NAM56R,
+    "nam56r_4096": {**_NAM56R, "m_mixer": "mimo"},
+}
 # DSA on nine of the thirteen A layers of nam56r, latent attention on the other four.
 _SPARSE_RANKS = (1, 2, 3, 5, 6, 7, 9, 10, 11)
-_NARROW_A = {
-    "mla": MLAConfig(q_rank=16, kv_rank=16, nope_dim=16, rope_dim=16, value_dim=16),
-    "dsa": DSAConfig(_SPARSE_RANKS, heads=4, width=16, top_k=16),
-}
-_FULL_A = {"mla": MLAConfig(), "dsa": DSAConfig(_SPARSE_RANKS)}
-
-_NAM12 = {"layer_pattern": "AEMEAEMEAEMR", "depth": 12, "experts": 64, "top_k": 6}
-_NAM52 = {"layer_pattern": "AEME", "depth": 52, "experts": 64, "top_k": 6}
-_NAM56R = {"layer_pattern": "AEMEAEMEAEMR", "depth": 52, "experts": 16, "top_k": 4}
-
-_PRESETS: dict[tuple[str, str], dict[str, object]] = {
-    ("nam12", "narrow"): {**_NAM12, **_NARROW},
-    ("nam52", "narrow"): {**_NAM52, **_NARROW},
-    ("nam56r", "narrow"): {**_NAM56R, **_NARROW, **_NARROW_A},
-    ("nam56r_4096", "narrow"): {**_NAM56R, **_NARROW, **_NARROW_A, "m_mixer": "mimo"},
-    ("nam12", "full"): {
-        **_NAM12,
-        "d_model": 768,
-        "vocab_size": 65536,
-        "seq_len": 4096,
-        "q_heads": 12,
-        "kv_heads": 4,
-        "head_dim": 64,
-        "m_heads": 24,
-        "m_head_dim": 64,
-        "m_state": 64,
-        "m_groups": 8,
-        "expert_hidden": 256,
-        "shared_hidden": 512,
-        "r_heads": 8,
-        "r_key": 64,
-        "r_value": 16,
+_ATTENTION = {
+    "narrow": {
+        "mla": MLAConfig(q_rank=16, kv_rank=16, nope_dim=16, rope_dim=16, value_dim=16),
+        "dsa": DSAConfig(_SPARSE_RANKS, heads=4, width=16, top_k=16),
     },
-    ("nam52", "full"): {
-        **_NAM52,
-        "d_model": 2048,
-        "vocab_size": 65536,
-        "seq_len": 4096,
-        "q_heads": 32,
-        "kv_heads": 8,
-        "head_dim": 64,
-        "m_heads": 64,
-        "m_head_dim": 64,
-        "m_state": 64,
-        "m_groups": 8,
-        "expert_hidden": 512,
-        "shared_hidden": 512,
-        "r_heads": 8,
-        "r_key": 64,
-        "r_value": 16,
-    },
-    ("nam56r", "full"): {
-        **_NAM56R,
-        **_FULL_A,
-        "d_model": 3584,
-        "vocab_size": 65536,
-        "seq_len": 4096,
-        "q_heads": 56,
-        "kv_heads": 8,
-        "head_dim": 64,
-        "m_heads": 112,
-        "m_head_dim": 64,
-        "m_state": 64,
-        "m_groups": 8,
-        "expert_hidden": 896,
-        "shared_hidden": 1024,
-        "r_heads": 8,
-        "r_key": 64,
-        "r_value": 16,
-    },
-    ("nam56r_4096", "full"): {
-        **_NAM56R,
-        **_FULL_A,
-        "d_model": 4096,
-        "vocab_size": 131072,
-        "seq_len": 4096,
-        "q_heads": 32,
-        "kv_heads": 8,
-        "head_dim": 128,
-        "m_mixer": "mimo",
-        "m_heads": 128,
-        "m_head_dim": 64,
-        "m_state": 128,
-        "m_groups": 8,
-        "expert_hidden": 896,
-        "shared_hidden": 1024,
-        "r_heads": 8,
-        "r_key": 64,
-        "r_value": 16,
-    },
+    "full": {"mla": MLAConfig(), "dsa": DSAConfig(_SPARSE_RANKS)},
 }
 
-NAMES = sorted({name for name, _ in _PRESETS})
-SIZES = sorted({size for _, size in _PRESETS})
+NAMES = sorted(_LAYERS)
+SIZES = sorted(_ATTENTION)
 
 
 def preset(name: str, size: str = "narrow", **changes: object) -> HybridConfig:
     """Return the named configuration, with `changes` applied. Raises ValueError on an unknown name or size."""
-    try:
-        fields = _PRESETS[name, size]
-    except KeyError:
+    if name not in NAMES or size not in SIZES:
         raise ValueError(
             f"no preset {name!r} of size {size!r}: expected a name of {NAMES}, a size of {SIZES}"
-        ) from None
-    return HybridConfig(name=name, size=size, **{**fields, **changes})  # type: ignore[arg-type]
+        )
+    widths = _NARROW if size == "narrow" else {field: of[NAMES.index(name)] for field, of in _FULL.items()}
+    attention = _ATTENTION[size] if name.startswith("nam56r") else {}
+    fields = {**_LAYERS[name], **widths, **attention, **changes}
+    return HybridConfig(name=name, size=size, **fields)  # type: ignore[arg-type]

@@ -35,9 +35,8 @@ def test_ablation_attributes_fault_to_its_stage(tmp_path: Path, row) -> None:
         directory = tmp_path / fault
         directory.mkdir()
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(directory)}
-        found[fault] = run_json(
-            "suites.compile.stage_faults", fault, environment=environment, timeout=SECONDS
-        )
+        program = "suites.compile.programs", "stage_fault", fault
+        found[fault] = run_json(*program, environment=environment, timeout=SECONDS)
     wrong = [
         finding["line"]
         for fault, finding in found.items()

@@ -62,7 +62,8 @@ def test_cuda_graph_replay_equals_eager_forward(lane: Lane, kind: str, row) -> N
 @planted("C2", "a host read inside a CUDA graph")
 def test_cuda_graph_capture_refuses_host_read(lane: Lane) -> None:
     """After a failed capture the process continues: it draws random numbers and captures the next block."""
-    result = run_json("suites.compile.failed_recording", lane.device, environment={}, timeout=120)
+    program = "suites.compile.programs", "failed_recording", lane.device
+    result = run_json(*program, environment={}, timeout=120)
     assert re.fullmatch(r"ReadsOnTheHost: [^\n]+", result["refusal"])
     assert (result["drawn"], result["replayed"]) == (True, True)
 

@@ -12,7 +12,6 @@ import importlib.util
 import inspect
 import io
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +29,19 @@ PROGRAMS = "suites.release.programs"
 OURS = ("bumpgate", "fixtures", "kernels", "launch", "model", "suites")
 
 
-def fact(
-    row: Callable[..., Any], name: str, shown: dict[str, bool], evidence: list[str] | None = None
-) -> None:
+def fact(row: Any, name: str, shown: dict[str, bool], *evidence: str) -> None:
     """Report a row of parts that all must hold."""
-    missing = [part for part, holds in shown.items() if not holds]
-    row.count(
+    missing, id = (
+        [part for part, holds in shown.items() if not holds],
         f"release/{name}/parts_that_do_not_hold",
-        missing,
-        expected=0,
-        rule="R1",
-        seen=shown,
-        evidence=evidence or [],
     )
+    row.count(id, missing, expected=0, rule="R1", seen=shown, evidence=evidence)
 
 
-def present(row: Callable[..., Any], name: str, found: bool, evidence: list[str] | None = None) -> bool:
+def present(row: Any, name: str, found: bool, refusal: str = "") -> bool:
     """Report 1 if this torch has the feature, else 0: a build that loses it is red, one that gains it a WIN."""
-    row.cost(
-        f"release/{name}/capability",
-        int(found),
-        "capability",
-        better="higher",
-        rule="R1",
-        seen=1,
-        evidence=evidence or [f"torch {torch.__version__}"],
-    )
+    shared = {"rule": "R1", "seen": 1, "evidence": [refusal or f"torch {torch.__version__}"]}
+    row.cost(f"release/{name}/capability", int(found), "capability", better="higher", **shared)
     return found
 
 
@@ -79,14 +65,8 @@ def test_batched_eigh(lane: Lane, row) -> None:
     values, vectors = torch.linalg.eigh(a)
     # Rounding of a backward stable method: a few units in the last place times sqrt(D).
     bound = 8 * 32**0.5 * torch.finfo(torch.float32).eps
-    row.bound(
-        "release/batched_eigh/residual",
-        residual(a, values, vectors),
-        "ratio",
-        at_most=bound,
-        rule="R1",
-        seen=a,
-    )
+    found = residual(a, values, vectors)
+    row.bound("release/batched_eigh/residual", found, "ratio", at_most=bound, rule="R1", seen=a)
     one_by_one = torch.stack([torch.linalg.eigvalsh(matrix) for matrix in a])
     torch.testing.assert_close(values, one_by_one, rtol=1e-4, atol=1e-4)
     assert residual(a, values, vectors.roll(1, 0)) > 100 * bound
@@ -120,18 +100,12 @@ def test_fused_adagrad(lane: Lane, row) -> None:
     assert (
         not refusal or "requires all the params to be floating point Tensors of supported devices" in refusal
     )
-    if not present(row, "fused_adagrad", not refusal, [refusal] if refusal else None):
+    if not present(row, "fused_adagrad", not refusal, refusal):
         return
     oracle = adagrad(lane.device, False, torch.float64)
-    plain = adagrad(lane.device, False, torch.float32)
-    row.bound(
-        "release/fused_adagrad/error_ratio",
-        error_ratio(adagrad(lane.device, True, torch.float32), plain, oracle),
-        "ratio",
-        at_most=2.0,
-        rule="R1",
-        seen=oracle.numel(),
-    )
+    fused, plain = (adagrad(lane.device, each, torch.float32) for each in (True, False))
+    ratio, seen = error_ratio(fused, plain, oracle), oracle.numel()
+    row.bound("release/fused_adagrad/error_ratio", ratio, "ratio", at_most=2.0, rule="R1", seen=seen)
 
 
 @lanes("cpu", "h200")
@@ -164,15 +138,12 @@ def test_export_of_float8_e8m0fnu(lane: Lane, row) -> None:
     torch.export.save(torch.export.export(model, (x,)), file)
     file.seek(0)
     loaded = torch.export.load(file).module()
-    fact(
-        row,
-        "export_float8_e8m0fnu",
-        {
-            "dtype": loaded.scale.dtype is torch.float8_e8m0fnu,
-            "bytes": torch.equal(loaded.scale.view(torch.uint8), model.scale.view(torch.uint8)),
-            "result": torch.equal(loaded(x), model(x)),
-        },
-    )
+    shown = {
+        "dtype": loaded.scale.dtype is torch.float8_e8m0fnu,
+        "bytes": torch.equal(loaded.scale.view(torch.uint8), model.scale.view(torch.uint8)),
+        "result": torch.equal(loaded(x), model(x)),
+    }
+    fact(row, "export_float8_e8m0fnu", shown)
 
 
 @lanes("cpu")
@@ -185,33 +156,26 @@ def test_profiler_events(lane: Lane, row) -> None:
     unfinished.__exit__(None, None, None)
     events = profile.events()
     kinds = {event.activity_type for event in events}
-    fact(
-        row,
-        "profiler_events",
-        {
-            "flow_id": any(event.flow_id for event in events),
-            "flow_type": any(event.flow_type for event in events),
-            "activity_type": "cpu_op" in kinds,
-            "python functions": any(event.is_python_function for event in events),
-            "unfinished": any(event.name == "unfinished" for event in events),
-        },
-        [f"{len(events)} events of kinds {sorted(map(str, kinds))}"],
-    )
+    shown = {
+        "flow_id": any(event.flow_id for event in events),
+        "flow_type": any(event.flow_type for event in events),
+        "activity_type": "cpu_op" in kinds,
+        "python functions": any(event.is_python_function for event in events),
+        "unfinished": any(event.name == "unfinished" for event in events),
+    }
+    fact(row, "profiler_events", shown, f"{len(events)} events of kinds {sorted(map(str, kinds))}")
 
 
 @lanes("cpu")
 def test_names_of_device_features_exist(lane: Lane, row) -> None:
     """This lane can only check that they are present; their effect is checked on h200."""
     graph = inspect.signature(torch.cuda.graph).parameters
-    fact(
-        row,
-        "names",
-        {
-            "torch.accelerator.Graph": hasattr(torch.accelerator, "Graph"),
-            "torch.Stream.is_capturing": callable(getattr(torch.Stream, "is_capturing", None)),
-            "torch.cuda.graph(enable_annotations=)": "enable_annotations" in graph,
-        },
-    )
+    shown = {
+        "torch.accelerator.Graph": hasattr(torch.accelerator, "Graph"),
+        "torch.Stream.is_capturing": callable(getattr(torch.Stream, "is_capturing", None)),
+        "torch.cuda.graph(enable_annotations=)": "enable_annotations" in graph,
+    }
+    fact(row, "names", shown)
 
 
 def scripted(source: str) -> list[str]:
@@ -268,13 +232,13 @@ def test_torchscript_warns_of_its_deprecation(lane: Lane, row) -> None:
 @lanes("h200")
 def test_accelerator_graph(lane: Lane, row) -> None:
     """Captured once and replayed on new values: bitwise equal to eager; the stream reports that it is capturing."""
-    graph, refusal = None, []
+    graph, refusal = None, ""
     try:
         graph = torch.accelerator.Graph() if hasattr(torch.accelerator, "Graph") else None
     except RuntimeError as error:  # PyPI's 2.13.0 and 2.15.0 have the class and register no CUDA graph for it
         if "not supported on device type" not in str(error):
             raise
-        refusal = [str(error)]
+        refusal = str(error)
     if not present(row, "accelerator_graph", graph is not None, refusal):
         return
     x, y = torch.zeros(64, device=lane.device), torch.zeros(64, device=lane.device)
@@ -288,11 +252,8 @@ def test_accelerator_graph(lane: Lane, row) -> None:
     torch.accelerator.synchronize()
     graph.replay()
     torch.accelerator.synchronize()
-    fact(
-        row,
-        "accelerator_graph",
-        {"replay": torch.equal(y, x.sin() * 2), "is_capturing": capturing == [True, False]},
-    )
+    shown = {"replay": torch.equal(y, x.sin() * 2), "is_capturing": capturing == [True, False]}
+    fact(row, "accelerator_graph", shown)
 
 
 @lanes("h200")
@@ -304,7 +265,7 @@ def test_cond_inside_a_cuda_graph(lane: Lane, row) -> None:
     result = run_json(PROGRAMS, "cond_in_cuda_graph", lane.device, environment={}, timeout=120)
     refusal = result["refusal"]
     assert not refusal or "captur" in refusal, refusal
-    if present(row, "cond_in_cuda_graph", not refusal, [refusal] if refusal else None):
+    if present(row, "cond_in_cuda_graph", not refusal, refusal):
         fact(row, "cond_in_cuda_graph", result["shown"])
 
 
@@ -329,13 +290,9 @@ def test_time_of_batched_eigh(lane: Lane, row, exclusive_machine) -> None:
 def test_names_of_annotated_kernels_in_a_trace(lane: Lane, row) -> None:
     result = run_json(PROGRAMS, "graph_annotations", environment={}, timeout=120)
     refusal, kernels = result["refusal"], result["kernels"]
-    if present(row, "graph_annotations", not refusal, [refusal] if refusal else None):
-        fact(
-            row,
-            "graph_annotations",
-            {"one of two kernels is named": sorted(kernels) == ["", "named"]},
-            [f"kernels of the trace: {kernels}"],
-        )
+    if present(row, "graph_annotations", not refusal, refusal):
+        shown = {"one of two kernels is named": sorted(kernels) == ["", "named"]}
+        fact(row, "graph_annotations", shown, f"kernels of the trace: {kernels}")
 
 
 @lanes("h200")
@@ -362,7 +319,7 @@ def test_green_contexts(lane: Lane, row) -> None:
     """Since torch 2.12 with a limit of the work queues, which needs a driver of CUDA 13.1 or later."""
     for name, found in run_json(PROGRAMS, "green_context", environment={}, timeout=120).items():
         refusal = found["refusal"]
-        if present(row, f"green_context_{name}", not refusal, [refusal] if refusal else None):
+        if present(row, f"green_context_{name}", not refusal, refusal):
             fact(row, f"green_context_{name}", {"product": found["equal"]})
 
 
