@@ -218,8 +218,7 @@ def test_clean_form_compiles_to_one_graph(form: Form, row, canaries) -> None:
 
 
 @pytest.mark.parametrize(
-    "form",
-    [pytest.param(f, id=f.name, marks=planted(f.rule, f.name.replace("_", " "))) for f in TRAPS],
+    "form", [pytest.param(f, id=f.name, marks=planted(f.rule, f.name.replace("_", " "))) for f in TRAPS]
 )
 def test_trap_form_compiles_to_known_number_of_graphs(form: Form, canaries) -> None:
     canaries(*INSTRUMENTS)

@@ -59,10 +59,7 @@ def test_moe_compiles_one_graph_per_bucket(lane: Lane, row, canaries) -> None:
                     errors.append(float((y - dropless(block, x)).abs().max() / y.abs().max()))
         reset_dynamo()
     report = watch.report
-    evidence = (
-        f"buckets {sorted(buckets)} over {len(SKEWS)} routings (needed {needed})",
-        *report.evidence(),
-    )
+    evidence = (f"buckets {sorted(buckets)} over {len(SKEWS)} routings (needed {needed})", *report.evidence())
     case, shared = "compile/nam52-moe_buckets", {"rule": "C11", "seen": report.calls, "evidence": evidence}
     row.count(f"{case}/graphs", report.unique_graphs, expected=len(buckets), **shared)
     row.bound(f"{case}/overflow_count", int(block.overflow), "pairs", expected=0, **shared)

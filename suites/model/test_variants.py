@@ -20,7 +20,6 @@ from suites.support.hybrids import build, token_batch
 from suites.support.lanes import Lane, lanes
 
 SPARSE = (1, 2, 3, 5, 6, 7, 9, 10, 11)
-MIXERS = {"mamba3": Mamba3Block, "mimo": Mamba3MIMOBlock, "mamba2": Mamba2Block}
 # Computed by `parameters` below, and equal to the count of the model's own tensors: billions at full size.
 BILLIONS = {"nam12": 0.2013, "nam52": 4.2055, "nam56r": 4.2168, "nam56r_4096": 5.6874}
 
@@ -91,28 +90,26 @@ def test_parameter_counts_equal_the_arithmetic(lane: Lane, name: str, size: str)
 
 
 @lanes("cpu")
+@pytest.mark.parametrize(
+    ("name", "changes", "letter", "expected"),
+    [
+        ("nam56r", {}, "A", [DSABlock if rank in SPARSE else MLABlock for rank in range(1, 14)]),
+        ("nam12", {}, "A", [AttentionBlock] * 3),
+        ("nam52", {}, "A", [AttentionBlock] * 13),
+        ("nam12", {"m_mixer": "mamba3"}, "M", [Mamba3Block] * 3),
+        ("nam12", {"m_mixer": "mimo"}, "M", [Mamba3MIMOBlock] * 3),
+        ("nam12", {"m_mixer": "mamba2"}, "M", [Mamba2Block] * 3),
+    ],
+    ids=["nam56r", "nam12", "nam52", "mamba3", "mimo", "mamba2"],
+)
 @pytest.mark.parametrize("size", SIZES)
-def test_nam56r_has_nine_sparse_and_four_latent_layers(lane: Lane, size: str) -> None:
-    config = preset("nam56r", size)
+def test_layers_have_the_configured_blocks(
+    lane: Lane, name: str, changes: dict, letter: str, expected: list[type], size: str
+) -> None:
+    config = preset(name, size, **changes)
     with torch.device("meta"):
-        blocks = [b for letter, b in zip(config.letters, Hybrid(config).blocks) if letter == "A"]
-    assert [type(b) for b in blocks] == [DSABlock if i in SPARSE else MLABlock for i in range(1, 14)]
-
-
-@lanes("cpu")
-@pytest.mark.parametrize("name", ["nam12", "nam52"])
-def test_other_presets_have_plain_attention(lane: Lane, name: str) -> None:
-    config = preset(name)
-    blocks = [b for letter, b in zip(config.letters, build(config).blocks) if letter == "A"]
-    assert {type(b) for b in blocks} == {AttentionBlock}
-
-
-@lanes("cpu")
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_mixer_is_the_configured_one(lane: Lane, mixer: str) -> None:
-    config = preset("nam12", m_mixer=mixer)
-    blocks = [b for letter, b in zip(config.letters, build(config).blocks) if letter == "M"]
-    assert {type(b) for b in blocks} == {MIXERS[mixer]}
+        blocks = Hybrid(config).blocks
+    assert [type(block) for kind, block in zip(config.letters, blocks) if kind == letter] == expected
 
 
 @lanes("cpu", "h200")

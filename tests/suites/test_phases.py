@@ -20,10 +20,7 @@ def measured(seconds: dict[str, float]) -> Phases:
     """Return the phases of spans reported by torch inside the block, after others with the same names."""
     names = {SPANS[ours]: spent for ours, spent in seconds.items()}
     spans = {name: [100.0] for name in SPANS.values()}
-    with (
-        mock.patch.object(spans_module, "compilation_time_metrics", spans),
-        compile_phases() as phases,
-    ):
+    with mock.patch.object(spans_module, "compilation_time_metrics", spans), compile_phases() as phases:
         for name, spent in names.items():
             spans[name].append(spent)
     return phases

@@ -16,10 +16,7 @@ from suites.support.planted import planted
 
 BOUNDS = {"peak_memory": "", "compile_seconds": "compiler", "compile_skew": "compiler"}
 ALONE = {"step": 1.0, "step_without_exchange": 1.0, "tokens": 100, "peak": 8.0, "compile": 4.0, "timed": 5}
-RANKS = [
-    {**ALONE, "step": 1.25, "compile": 5.0},
-    {**ALONE, "step": 1.0, "peak": 9.0},
-]
+RANKS = [{**ALONE, "step": 1.25, "compile": 5.0}, {**ALONE, "step": 1.0, "peak": 9.0}]
 FOUND = {1: {"regional": [ALONE], "per_block": [{**ALONE, "step": 1.5}]}}
 LINKS = "calibration/exchange/all_reduce_bytes_per_second"
 FOUND[2] = {

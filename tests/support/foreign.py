@@ -8,8 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bumpgate.core.rows import Record, read_record
-from tests.support.project import Result
+from tests.support.project import Folder, Result
 from tests.support.tree import ROOT
 
 # Timed tests keep only rounds in which no other process used the machine; a test machine has no such rounds.
@@ -25,7 +24,7 @@ DOCUMENT = (ROOT / "docs/plugin.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
 
 
-class Foreign:
+class Foreign(Folder):
     """root: the repository. Commands import bumpgate from this tree, and pytest loads no other plugin than its."""
 
     def __init__(self, root: Path) -> None:
@@ -42,10 +41,6 @@ class Foreign:
             "OMP_NUM_THREADS": "1",
         }
 
-    def write(self, path: str, text: str) -> None:
-        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
-        (self.root / path).write_text(text)
-
     def pytest(self, *args: str, **env: str) -> Result:
         return self._run("-m", "pytest", "-p", "bumpgate.plugin", "-p", "no:cacheprovider", *args, **env)
 
@@ -53,18 +48,11 @@ class Foreign:
         return self._run("-c", "from bumpgate.cli import main; main()", *args, **env)
 
     def _run(self, *args: str, **env: str) -> Result:
+        command, env = [sys.executable, *args], self.env | env
         done = subprocess.run(
-            [sys.executable, *args],
-            cwd=self.root,
-            env=self.env | env,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
+            command, cwd=self.root, env=env, capture_output=True, text=True, timeout=SECONDS
         )
         return Result(done.returncode, done.stdout, done.stderr)
-
-    def record(self) -> Record:
-        return read_record(self.root / "record.json")
 
     def verdicts(self) -> dict[str, str]:
         """Map row id -> displayed verdict of the last record."""

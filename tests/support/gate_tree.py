@@ -82,17 +82,8 @@ class Tree(Project):
         return path
 
     def sides(self) -> tuple[str, ...]:
-        return (
-            "gate",
-            "--lane",
-            "cpu",
-            "--python-adopted",
-            str(self.adopted),
-            "--python-candidate",
-            str(self.candidate),
-            "--out",
-            "g",
-        )
+        interpreters = "--python-adopted", str(self.adopted), "--python-candidate", str(self.candidate)
+        return "gate", "--lane", "cpu", *interpreters, "--out", "g"
 
     def gate(self, *more: str) -> Result:
         return self.bumpgate(*self.sides(), *more)

@@ -107,7 +107,20 @@ def in_process(folder: Path, *args: str, env: Mapping[str, str] | None = None) -
     return Result(int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
 
-class Project:
+class Folder:
+    """A repository of a test, and the record of its last lane run."""
+
+    root: Path
+
+    def write(self, path: str, text: str) -> None:
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_text(text)
+
+    def record(self) -> Record:
+        return read_record(self.root / "record.json")
+
+
+class Project(Folder):
     """A directory with the row machinery, a fake torch, and tests given as text."""
 
     def __init__(self, root: Path) -> None:
@@ -128,10 +141,6 @@ class Project:
         self.env |= PLUGINS
         # A fake torch rewritten within a second with the same length would be loaded from stale bytecode.
         self.env["PYTHONDONTWRITEBYTECODE"] = "1"
-
-    def write(self, path: str, text: str) -> None:
-        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
-        (self.root / path).write_text(text)
 
     def workers(self, number: int) -> None:
         """Run lanes with this number of workers, each of which takes longer to start than the tests here."""
@@ -178,9 +187,6 @@ class Project:
         process = self.start("-c", "from bumpgate.cli import main; main()", *args)
         out, err = process.communicate(timeout=120)
         return Result(process.returncode, out, err)
-
-    def record(self) -> Record:
-        return read_record(self.root / "record.json")
 
     def verdicts(self) -> dict[str, str]:
         """Map case -> displayed verdict of every row of the last record."""

@@ -74,32 +74,9 @@ def run_lane(
     """Run `pytest -m lane` in `root`, by default in one process, and read its record."""
     record = root / "record.json"
     record.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        lane,
-        "-n",
-        "0",
-        "-q",
-        "--record",
-        str(record),
-        *arguments,
-    ]
-    clean = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "BUMPGATE_"))
-    }
-    done = subprocess.run(
-        command,
-        cwd=root,
-        env=clean | PLUGINS | (environment or {}),
-        capture_output=True,
-        text=True,
-        timeout=RUN_SECONDS,
-    )
-    rows = {}
-    if record.exists():
-        for judgement in json.loads(record.read_text())["rows"]:
-            rows[judgement["row"]["id"]] = judgement
-    return LaneRun(done.returncode, done.stdout + done.stderr, rows)
+    command = [sys.executable, "-m", "pytest", "-m", lane, "-n", "0", "-q", f"--record={record}", *arguments]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "BUMPGATE_"))}
+    env |= PLUGINS | (environment or {})
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=RUN_SECONDS)
+    judgements = json.loads(record.read_text())["rows"] if record.exists() else []
+    return LaneRun(done.returncode, done.stdout + done.stderr, {j["row"]["id"]: j for j in judgements})
