@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.support.local_index import LocalIndex, fake_wheel
-from tests.support.project import PLUGINS, in_process, interruptible
+from tests.support.project import COMMAND, PLUGINS, in_process, spawn
 from tests.support.project import Result as Ran
 from tests.support.tree import ROOT
 
@@ -105,16 +105,7 @@ def host_pytest(folder: Path) -> Path:
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """Start `bumpgate bisect` as a separate process."""
-    return subprocess.Popen(
-        [sys.executable, "-c", "from bumpgate.cli import main; main()", "bisect", *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=interruptible,
-    )
+    return spawn(folder, os.environ | {"PYTHONPATH": str(ROOT)}, "-c", COMMAND, "bisect", *arguments)
 
 
 @contextmanager

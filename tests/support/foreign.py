@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.project import Folder, Result
+from tests.support.project import COMMAND, Folder, Result
 from tests.support.tree import ROOT
 
 # Timed tests keep only rounds in which no other process used the machine; a test machine has no such rounds.
@@ -45,7 +45,7 @@ class Foreign(Folder):
         return self._run("-m", "pytest", "-p", "bumpgate.plugin", "-p", "no:cacheprovider", *args, **env)
 
     def bumpgate(self, *args: str, **env: str) -> Result:
-        return self._run("-c", "from bumpgate.cli import main; main()", *args, **env)
+        return self._run("-c", COMMAND, *args, **env)
 
     def _run(self, *args: str, **env: str) -> Result:
         command, env = [sys.executable, *args], self.env | env

@@ -32,6 +32,8 @@ PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugi
 # exists.
 EXISTING_BYTECODE = {"PYTHONPYCACHEPREFIX": "", "PYTHONDONTWRITEBYTECODE": "1"}
 
+# Python's program for the command bumpgate.
+COMMAND = "from bumpgate.cli import main; main()"
 HEAD = """
 import os, signal, time
 from types import SimpleNamespace
@@ -55,6 +57,20 @@ def test_good(lane, row):
 def interruptible() -> None:
     """Restore SIGINT: a runner started in the background ignores it, and its children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def spawn(folder: Path, env: Mapping[str, str], *args: str) -> subprocess.Popen[str]:
+    """Start Python in a folder, as the leader of a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, *args],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=interruptible,
+    )
 
 
 def wrapped_python(
@@ -158,18 +174,8 @@ class Project(Folder):
         save(self.root / "baselines/cpu.json", Baseline("cpu", made_with, rows_by_id))
 
     def start(self, *args: str, cwd: str = ".", **env: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, *args],
-            cwd=self.root / cwd,
-            env=self.env | env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=interruptible,
-        )
-        self.processes.append(process)
-        return process
+        self.processes.append(spawn(self.root / cwd, self.env | env, *args))
+        return self.processes[-1]
 
     def end(self) -> None:
         """Kill processes left by a failed test, including workers."""
@@ -184,7 +190,7 @@ class Project(Folder):
         return Result(process.returncode, out, err)
 
     def bumpgate(self, *args: str) -> Result:
-        process = self.start("-c", "from bumpgate.cli import main; main()", *args)
+        process = self.start("-c", COMMAND, *args)
         out, err = process.communicate(timeout=120)
         return Result(process.returncode, out, err)
 

@@ -1,4 +1,7 @@
-"""Throughput over ranks: rows of absent GPUs are NOT RUN, rows of those present are measured, and their arithmetic."""
+"""Throughput without a GPU: statistics of samples, warm restarts, and the rows over ranks.
+
+Rows of absent GPUs are NOT RUN, rows of those present are measured.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,83 @@ import pytest
 import torch
 
 from bumpgate.core.baseline import load
+from model import preset
 from suites.distributed import scaling
+from suites.support import gpu_timing
 from suites.support.child import ROOT
 from suites.support.lanes import LANES
 from suites.support.planted import planted
+from suites.throughput.full_size import one_of_each_kind
+from suites.throughput.full_size_restarts import (
+    LARGEST_RATIO,
+    MOST_RESTARTS,
+    coldest,
+    ratio,
+    restarts,
+    seconds,
+)
+
+
+def test_median_interval_of_few_and_many_samples() -> None:
+    """The 99 % interval of a median by the binomial distribution."""
+    assert gpu_timing.median([8, 1, 7, 2, 6, 3, 5, 4])[:3] == (4.5, 1, 8)
+    assert gpu_timing.median(range(20))[:3] == (9.5, 4, 16)
+
+
+def test_compared_calls_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_timing, "_timed", lambda function: function())
+    clock = iter(range(100))
+    functions = [lambda: next(clock), lambda: next(clock)]
+    assert gpu_timing.alternately(functions, calls=3, warmup=2) == [[4, 6, 8], [5, 7, 9]]
+
+
+@pytest.mark.parametrize("name", ["nam12", "nam52", "nam56r"])
+def test_short_stack_has_each_kind_of_layer_once(name: str) -> None:
+    config = preset(name, "full")
+    short = one_of_each_kind(config)
+    assert [*short.kinds] == [*dict.fromkeys(config.kinds)]
+    assert (short.d_model, short.experts, short.vocab_size) == (
+        config.d_model,
+        config.experts,
+        config.vocab_size,
+    )
+
+
+COLD = 60.0
+WARM = {"aot_hit": 4, "aot_miss": 0, "aot_bypass": 0, "fx_hit": 8, "fx_miss": 0, "fx_bypass": 0}
+
+
+@pytest.mark.parametrize(
+    ("warm", "begun"),
+    [
+        pytest.param([5.0, 5.5], 2, id="quick"),
+        pytest.param([9.0, 5.0], 2, id="one on a busy machine"),
+        pytest.param([9.0, 8.0, 5.0], 3, id="two on a busy machine"),
+        pytest.param([30.0, 31.0, 29.0, 30.5], MOST_RESTARTS, id="a layer lost"),
+    ],
+)
+def test_ratio_uses_the_fastest_warm_restart(warm: list[float], begun: int) -> None:
+    """If every warm start is slow, none of the repeats makes the ratio pass."""
+    times = iter([COLD, *warm])
+    result = restarts(lambda: {"kernels_seconds": 1.0, "seconds": next(times) - 1.0})
+    assert [seconds(process) for process in result["warm"]] == sorted(warm)
+    assert len(result["warm"]) == begun
+    assert (ratio(result["cold"], result["warm"]) <= LARGEST_RATIO) == (min(warm) <= COLD * LARGEST_RATIO)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        pytest.param({"counts": {**WARM, "aot_hit": 3, "aot_miss": 1}}, id="a graph of AOTAutograd's"),
+        pytest.param({"code": {"a.cubin": 2}}, id="a kernel"),
+        pytest.param({"autotunes": 9}, id="a search"),
+    ],
+)
+def test_coldest_reports_a_cache_layer_lost_in_one_process(lost: dict[str, object]) -> None:
+    """The process that lost the layer was neither the first nor the slowest."""
+    usual = {"counts": WARM, "code": {"a.cubin": 1}, "autotunes": 8}
+    assert coldest(usual, [usual, usual | lost, usual]) == usual | lost
+
 
 BOUNDS = {"peak_memory": "", "compile_seconds": "compiler", "compile_skew": "compiler"}
 ALONE = {"step": 1.0, "step_without_exchange": 1.0, "tokens": 100, "peak": 8.0, "compile": 4.0, "timed": 5}
