@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -17,17 +16,11 @@ from launch.ablation import attribute
 from launch.contract import apply_dynamo, load
 from launch.cuda_graphs import CaptureError, capture
 from model import preset
-from suites.support.child import print_result
+from suites.support.child import Programs
 from suites.support.hybrids import token_batch
 from suites.support.instruments import wrong_decomposition, wrong_lowering
 
-PROGRAMS: dict[str, Callable[[str], dict[str, object]]] = {}
-
-
-def program(function: Callable[[str], dict[str, object]]) -> Callable[[str], dict[str, object]]:
-    """Register a program under its name."""
-    PROGRAMS[function.__name__] = function
-    return function
+program = Programs()
 
 
 class ReadsOnTheHost(nn.Module):
@@ -99,4 +92,4 @@ def stage_fault(fault: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print_result(PROGRAMS[sys.argv[1]](sys.argv[2]))
+    program.main()

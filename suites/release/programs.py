@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from suites.support.child import print_result
+from suites.support.child import Programs
 
-PROGRAMS: dict[str, Callable[..., dict[str, Any]]] = {}
-
-
-def program(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Register a program under its name."""
-    PROGRAMS[function.__name__] = function
-    return function
+program = Programs()
 
 
 def branch(chosen: Tensor, x: Tensor) -> Tensor:
@@ -131,4 +123,4 @@ def profiled_twice(first: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print_result(PROGRAMS[sys.argv[1]](*sys.argv[2:]))
+    program.main()

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,16 @@ def print_result(value: Any) -> None:
     print(json.dumps(value, default=str))
     gc.freeze()
     gc.disable()
+
+
+class Programs(dict[str, Callable[..., Any]]):
+    """Programs of a module by name; `python -m MODULE NAME [ARGUMENT ...]` prints the result of one as JSON."""
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Add the decorated function."""
+        self[function.__name__] = function
+        return function
+
+    def main(self) -> None:
+        name, *arguments = sys.argv[1:]
+        print_result(self[name](*arguments))

@@ -7,15 +7,13 @@ B batch, T tokens.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from suites.support.child import run_json
 from suites.xla import aot
-from suites.xla.programs import PROGRAMS, program
+from suites.xla.programs import program
 
 BATCH, TOKENS, STEPS = 8, 32, 3
 # (expert, model): the four shapes of a mesh.
@@ -270,4 +268,4 @@ def topology() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(PROGRAMS[sys.argv[1]](*sys.argv[2:])))
+    program.main()

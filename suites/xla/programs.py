@@ -5,25 +5,17 @@ They measure what is decided once per process (the environment, the persistent c
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from launch.xla import environment as xla_environment
+from suites.support.child import Programs
 
 xla_environment.enter(os.environ)
 
-PROGRAMS: dict[str, Callable[..., dict[str, Any]]] = {}
-
-
-def program(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Register a program under its name."""
-    PROGRAMS[function.__name__] = function
-    return function
+program = Programs()
 
 
 @program
@@ -142,4 +134,4 @@ def jax_cache(directory: str, change: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(PROGRAMS[sys.argv[1]](*sys.argv[2:])))
+    program.main()
