@@ -407,9 +407,8 @@ def _ordered(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judg
     """Judge "lower" and "higher" rows: the limit is the reviewed value plus or minus `tolerance` of its magnitude.
 
     Only an interval completely beyond a limit decides. One that contains the limit is INCONCLUSIVE if the value itself
-    is beyond it, or if the interval is too wide to have shown such a regression. An exact cost that falls (guards,
-    bytes, FLOPs) is CHANGED until it is reviewed: a count of the first graph, or without the backward, reads as a gain.
-    The tolerance is the baseline's: a test cannot loosen a reviewed row.
+    is beyond it, or if the interval is too wide to have shown such a regression. An exact cost that falls is CHANGED
+    until it is reviewed. The tolerance is the baseline's: a test cannot loosen a reviewed row.
     """
     if row.better not in ("lower", "higher"):
         return None

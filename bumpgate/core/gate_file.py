@@ -174,39 +174,24 @@ def _side(path: Path, raw: Mapping[str, Any]) -> GateSide:
             record = read_record(path.parent / Path(raw["record"]).name)
         except BumpgateError as error:
             failure = failure or str(error)
-    return GateSide(
-        name=str(raw["name"]),
-        record=record,
-        failure=failure,
-        canaries=_texts(raw.get("canaries")),
-        command=str(raw.get("command") or ""),
-        python=str(raw.get("python") or ""),
-        packages=_texts(raw.get("packages")),
-        git_version=_texts(raw.get("git_version")),
-        wheels=_texts(raw.get("wheels")),
-    )
+    words = {name: str(raw.get(name) or "") for name in ("command", "python")}
+    tables = {name: _texts(raw.get(name)) for name in ("canaries", "packages", "git_version", "wheels")}
+    return GateSide(str(raw["name"]), record, failure, **words, **tables)  # type: ignore[arg-type]
 
 
 def _finding(raw: Mapping[str, Any]) -> Finding:
-    rows, adopted, candidate = (
-        tuple(str(line) for line in raw[name]) for name in ("rows", "adopted", "candidate")
-    )
+    rows, adopted, candidate = (tuple(map(str, raw[name])) for name in ("rows", "adopted", "candidate"))
     label, metric, head, repro = (str(raw[name]) for name in ("label", "metric", "head", "repro"))
-    tests = tuple(str(test) for test in raw.get("tests", ()))
+    tests = tuple(map(str, raw.get("tests", ())))
     return Finding(Decision[raw["decision"]], label, metric, head, rows, adopted, candidate, repro, tests)
 
 
 def _paired(raw: Mapping[str, Any]) -> Paired:
     low, high = (_number(x) for x in raw.get("interval") or (None, None))
-    slow, slow_adopted = (int(n) for n in raw.get("slow") or (0, 0))
-    return Paired(
-        outcome=str(raw["outcome"]),
-        ratio=_number(raw.get("ratio")),
-        interval=(low, high),
-        sessions=int(raw.get("sessions") or 0),
-        log_ratios=tuple(_number(x) for x in raw.get("log_ratios") or ()),
-        slow=(slow, slow_adopted),
-    )
+    candidate, adopted = (int(n) for n in raw.get("slow") or (0, 0))
+    sessions, log_ratios = int(raw.get("sessions") or 0), tuple(map(_number, raw.get("log_ratios") or ()))
+    slow = candidate, adopted
+    return Paired(str(raw["outcome"]), _number(raw.get("ratio")), (low, high), sessions, log_ratios, slow)
 
 
 def _number(raw: Any) -> float:

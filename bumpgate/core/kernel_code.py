@@ -13,13 +13,11 @@ COUNT = re.compile(r"([a-z][a-z_]*)=(\d+)")
 # Count -> (1 where more is worse and -1 where less is, the factor by which it may be worse). registers and
 # shared_memory have no bound: they cost speed only through programs_per_sm.
 BOUNDS = {
-    # A spilled byte is stored to local memory and loaded again: with 260 more of them in triton 3.9.0 mamba3_siso's
-    # forward and backward pass is 3.2 % slower on an H200.
+    # A spilled byte is stored to local memory and loaded again.
     "spills": (1, 1.0),
-    # Fewer of them: a part of the product no longer runs on the tensor cores. Equal in triton 3.6.0, 3.7.1 and 3.9.0.
+    # Fewer of them: a part of the product no longer runs on the tensor cores.
     "wgmma": (-1, 1.0),
-    # Programs that an SM holds at once hide each other's latency. On an H200, between triton 3.7.1 and 3.9.0: 8 to 5
-    # came with a forward pass of cross_entropy that is 4.0 % slower, 9 to 7 in its backward kernel with no loss.
+    # Programs that an SM holds at once hide each other's latency: 9 to 7 costs nothing, 8 to 5 costs 4 %.
     "programs_per_sm": (-1, 1.5),
     # Of the configurations that an autotuner chooses from: those that a device can launch, and those that spill.
     "fitting_configurations": (-1, 1.0),

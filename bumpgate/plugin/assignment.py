@@ -18,18 +18,14 @@ AHEAD = 2
 
 
 class TestByTest(LoadScopeScheduling):
-    """Assigns what units.unit names, in the order in which the tests were collected.
+    """Assigns the units of `scheduling.unit`, in the order in which the tests were collected.
 
     gpus: number of groups of GPUs that the workers take in turn. Tests that run alone are one unit for each of them,
     which a worker of that group runs.
 
-    It changes five things in xdist 3.8.0. A test that crashes its worker counts as run; otherwise it would be run
-    again. A replacement worker gets tests once it has collected them; if two are replaced at a time, the run would end
-    with a KeyError. A worker that died but whose death is not yet reported may still be assigned tests; the run would
-    end with the pipe's OSError. Each worker has two tests or has been shut down: it starts a test only once the next is
-    known, so that a worker with a single test would wait forever. Tests that have run are forgotten, and a test's index
-    is looked up in a dict: xdist walks through all tests of a worker after each one, which takes most of the time of
-    10,000 short tests.
+    It changes five things in xdist 3.8.0: a test that crashes its worker counts as run; a replacement worker gets tests
+    once it has collected them; a worker whose death is not yet reported may be assigned tests; each worker has two
+    tests or has been shut down, since it starts one only once the next is known; and tests that have run are forgotten.
     """
 
     __test__ = False

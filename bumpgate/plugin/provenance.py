@@ -54,8 +54,7 @@ def collect(lane: Lane, device: str, root: Path, record: Path, *, full_run: bool
 def missing_bytecode() -> str:
     """Return one line with a command if no process can import torch from bytecode; "" otherwise.
 
-    An image built with $PYTHONDONTWRITEBYTECODE has none: on an H200's host, importing torch 2.11.0 with Inductor took
-    12.3 s without and 5.1 s with it, in each of a lane's processes.
+    An image built with $PYTHONDONTWRITEBYTECODE has none, and each process of a lane takes seconds longer.
     """
     found = importlib.util.find_spec("torch")
     if not sys.dont_write_bytecode or not found or not found.origin:
@@ -90,7 +89,7 @@ def versions() -> dict[str, str | None]:
 
 
 def xla_versions() -> str:
-    """Return the pinned set in one line: libtpu and jax affect a result as much as torch_xla does."""
+    """Return the pinned set in one line."""
     names = ("torch_xla", "libtpu", "jax")
     found = [f"torch {versions()['torch']}", *(f"{name} {_installed(name)}" for name in names)]
     return " | ".join([*found, f"PJRT_DEVICE={os.environ.get('PJRT_DEVICE')}"])

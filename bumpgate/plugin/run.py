@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bumpgate.core.lanes import Lane, how_to_declare
-from bumpgate.plugin.lanes import GREEN, chosen_lane, lane_of, lanes_of, markers, named_lanes
+from bumpgate.core.lanes import how_to_declare
+from bumpgate.plugin.lanes import GREEN, chosen_lane, lanes_of, markers, named_lanes
 from bumpgate.process.gpu_shares import keep_to_cores, visible
 from bumpgate.process.host import OWN_VARIABLES, cores, cpu_workers
 
@@ -138,7 +138,6 @@ class _LaneHooks:
         if name:
             _register(config, sharing, "bumpgate-sharing")
             _register(config, scheduling, "bumpgate-scheduling")
-            _register(config, Unmarked(lanes_of(config)[name]), "bumpgate-unmarked")
             if hasattr(config.option, "dist"):  # of xdist
                 from bumpgate.plugin import assignment
 
@@ -201,19 +200,6 @@ def _register_session(config: pytest.Config, name: str, selection: Selection) ->
         config.pluginmanager.register(progress, "bumpgate-progress")
 
 
-class Unmarked:
-    """Gives the marker of the lane to tests below its `tests` that have no lane's marker."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-
-    def pytest_itemcollected(self, item: pytest.Item) -> None:
-        from bumpgate.core.outcomes import contains
-
-        if contains(self._lane, item.nodeid) and lane_of(item) is None:
-            item.add_marker(self._lane.name)
-
-
 def _register(config: pytest.Config, plugin: object, name: str) -> None:
     """Register a plugin that a lane needs. Raises UsageError if -p blocks it."""
     if config.pluginmanager.register(plugin, name) is None:
@@ -224,9 +210,8 @@ def _register(config: pytest.Config, plugin: object, name: str) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Return the workers of `-n auto`, the default. At least one, so that a crash or hang costs one test, not the run.
 
-    On a GPU, as many as the machine has cores for, since nearly all of the lane's time is compiling; at most
-    MOST_GPU_WORKERS for each GPU of CUDA_VISIBLE_DEVICES. On a CPU, one for each core that has memory for it, or the
-    value of PYTEST_XDIST_AUTO_NUM_WORKERS. None, which selects xdist's own number, outside a lane.
+    On a GPU, as many as the machine has cores for, and at most MOST_GPU_WORKERS for each visible GPU. On a CPU, one for
+    each core that has memory for it, or PYTEST_XDIST_AUTO_NUM_WORKERS. None, xdist's own number, outside a lane.
     """
     found = [lanes_of(config)[name] for name in named_lanes(config)]
     devices = [lane.device for lane in found]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from bumpgate.core.errors import one_line, text_lines
+from bumpgate.core.outcomes import contains
 from bumpgate.plugin.lanes import lane_of, lanes_of
 from bumpgate.plugin.reports import last_line
 
@@ -39,7 +40,10 @@ class Selection:
         self.worker_deaths: list[str] = []
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Give the marker of the lane to tests below its `tests` that have no lane's marker."""
         self.items.append(item)
+        if self.lane and contains(lanes_of(self.config)[self.lane], item.nodeid) and lane_of(item) is None:
+            item.add_marker(self.lane)
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         self.deselected.update(item.nodeid for item in items if self.lane and lane_of(item) == self.lane)
@@ -96,11 +100,8 @@ class Selection:
             terminalreporter.write_line(f"ERROR: {self.refusal}")
         elif exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
             base = self.config.option.affected
-            why = (
-                f"no test of the lane depends on what changed since {base}"
-                if base
-                else "nothing was selected"
-            )
+            of_base = f"no test of the lane depends on what changed since {base}"
+            why = of_base if base else "nothing was selected"
             terminalreporter.write_line(f"{why}: not green")
 
 
@@ -138,12 +139,9 @@ def leaves_out(config: pytest.Config, lane: str, folders: Collection[str]) -> bo
         for folder, below, files in os.walk(root):
             below[:] = [name for name in below if not name.startswith((".", "_")) and name != "node_modules"]
             for path in (Path(folder, name) for name in files if any(fnmatch(name, n) for n in names)):
-                chosen = any(path.is_relative_to(place) for place in selected)
-                if (
-                    not chosen
-                    and path.is_file()
-                    and word.search(path.read_text(encoding="utf-8", errors="replace"))
-                ):
+                if any(path.is_relative_to(place) for place in selected) or not path.is_file():
+                    continue
+                if word.search(path.read_text(encoding="utf-8", errors="replace")):
                     return True
     return False
 

@@ -32,8 +32,7 @@ def machine_share(request: pytest.FixtureRequest) -> Iterator[None]:
     """Hold the machine shared; exclusively for a test that requests `exclusive_machine` or `benchmark`.
 
     In a paired session, the leading side holds it for both. On a GPU such a test holds its GPU exclusively and the
-    machine shared, so that runs on other GPUs, which hold the machine nearly always, do not delay it. All tests of a
-    run that wait for a GPU are in one worker, which lets the others run first.
+    machine shared. All tests of a run that wait for a GPU are in one worker, which lets the others run first.
     """
     duet, lane = partner(), lane_of(request.node)
     if lane is None or (duet and not duet.leads):

@@ -1,10 +1,8 @@
-"""Timed rows for a busy machine: CPU time, interleaved with a calibration loop, as log-ratio medians; and waiting.
+"""Timed rows for a busy machine: CPU time of functions that alternate, as log-ratio medians; and waiting.
 
-Wall medians vary by a third on a loaded machine; the ratio of CPU times of two workloads that alternate in one
-process varies by 2-3 %. The remaining error is a bias of the process, which only more processes remove.
-CPU time does not see a sleep, a lock, I/O or lost parallelism, so wall time is measured in the same rounds, minus the
-time that the thread was ready to run without a core: the excess over CPU time is waiting within the step.
-pytest-benchmark times one function after the other and is disabled under xdist, so it is not used.
+The ratio of CPU times of two workloads that alternate in one process varies far less than wall medians. CPU time does
+not see a sleep, a lock, I/O or lost parallelism, so wall time is measured in the same rounds, minus the time that the
+thread was ready to run without a core: the excess over CPU time is waiting within the step.
 """
 
 from __future__ import annotations
@@ -152,11 +150,9 @@ QUIET_NEEDED = 15
 def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget: float = 90.0) -> Rounds:
     """Return the CPU and wall seconds of functions (name -> callable), timed in turn, round by round.
 
-    It ends when `rounds` quiet rounds are kept, or after `budget` wall seconds.
-    The order rotates by one place per round. A round in which others used the machine is not kept: CPU time does not
-    count their work, but a busy sibling thread slows large code by a third and a tight loop hardly at all.
-    $BUMPGATE_ROUNDS sets fewer rounds: the gate's paired sessions need more processes, not more rounds. Under
-    $BUMPGATE_DUET the other side of the session goes through the same rounds at the same time.
+    It ends when `rounds` quiet rounds are kept, or after `budget` wall seconds. The order rotates by one place per
+    round. A round in which others used the machine is not kept: a busy sibling thread slows large code by a third.
+    $BUMPGATE_ROUNDS sets fewer rounds. Under $BUMPGATE_DUET the other side goes through the same rounds at once.
     Raises InfraError if no round was quiet.
     """
     duet = partner()
@@ -193,8 +189,7 @@ def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget:
 def _wall_seconds() -> float:
     """Return the wall time minus this thread's waiting time for a core, by Linux's scheduler statistics.
 
-    Both are read again if the thread lost its core in between: a wait counted in one of them alone is larger than a
-    round of 20 ms on a busy machine, and makes its wall time negative.
+    Both are read again if the thread lost its core in between.
     """
     waited = _waited_seconds()
     while True:

@@ -163,15 +163,16 @@ def test_time(lane, row):
     [
         ({"cores": None}, "reviewed 1.0, limit 1.1"),
         ({"cpu": "EPYC 9"}, "baseline made with cpu 'EPYC 9'"),
+        ({"cores": "4096"}, "baseline made with cores '4096'"),
     ],
-    ids=["unknown cores", "other processor"],
+    ids=["unknown cores", "other processor", "other cores"],
 )
 def test_lane_run_does_not_judge_incomparable_times(
     project: Project, made_on: dict[str, str | None], reason: str
 ) -> None:
     """A lane run and, if it is of another host, a rebaseline of only that row."""
     project.tests(TIMED_TEST)
-    test, judged = "suites/compile/test_a.py::test_time[cpu]", "cpu" not in made_on
+    test, judged = "suites/compile/test_a.py::test_time[cpu]", made_on == {"cores": None}
     host = {"triton": versions()["triton"], "cpu": cpu_model(), "cores": str(cores())}
     rows = {"compile/time/graph_breaks": Reviewed(1.0, "s", "lower", 0.1, test=test, work="batch 4")}
     save(project.root / "baselines/cpu.json", Baseline("cpu", {"torch": "9.9.0"} | host | made_on, rows))

@@ -5,6 +5,7 @@ tests/attacks tries many more, on a wrong row and on a failing test.
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ SLOW = """
 def test_cold(lane):
     pass
 
+@pytest.mark.fresh_process
 @pytest.mark.usefixtures("exclusive_machine")
 @lanes("cpu")
 def test_alone(lane):
@@ -40,6 +42,7 @@ NARROW = [
     "-o norecursedirs=model",
     "-o testpaths=suites/compile",
     "-o python_files=test_a.py",
+    "-m 'cpu and not long and not fresh_process'",
     "--fast",
     "-n 2 --fast",
 ]
@@ -73,10 +76,10 @@ def test_complete_lane_is_green_under_gate(lane: Project, tmp_path_factory: pyte
 
 @pytest.mark.parametrize("narrow", NARROW)
 def test_part_of_the_lane_is_green_only_if_declared(slow_lane: Project, narrow: str) -> None:
-    undeclared = slow_lane.pytest(*GATE, *narrow.split())
+    undeclared = slow_lane.pytest(*GATE, *shlex.split(narrow))
     assert undeclared.code == 1, undeclared.out + undeclared.err
     assert "part of the lane: 1 of 2 rows; add --part" in undeclared.out
-    declared = slow_lane.pytest(*GATE, "--part", *narrow.split())
+    declared = slow_lane.pytest(*GATE, "--part", *shlex.split(narrow))
     assert declared.code == 0, declared.out + declared.err
     assert "cpu: 1 row: 1 PASS; part of the lane: 1 of 2 rows; device cpu" in declared.out
     provenance = slow_lane.record().provenance

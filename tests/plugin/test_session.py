@@ -160,6 +160,7 @@ def test_green_requires_exactly_the_reviewed_rows(project: Project) -> None:
     assert not (project.root / "torch-was-imported").exists()
     here = record.provenance
     assert (here["torch"], here["torch_git"], here["wall_seconds"] > 0) == ("9.9.0", "f00d", True)
+    assert here["full_run"]
     facts = {"lane", "cpu", "cores", "python", "platform", "commit", "dirty", "command", "started"}
     assert facts <= here.keys()
 
