@@ -18,6 +18,7 @@ from bumpgate.plugin.instruments.dynamo import (
     DynamoWatch,
     Graph,
     Recompile,
+    count_bytes_accessed,
     dynamo_config,
     eager_islands,
     host_reads,
@@ -25,6 +26,7 @@ from bumpgate.plugin.instruments.dynamo import (
     read_dynamo_config,
     require_dynamic_batch,
     reset_dynamo,
+    trace_artifacts,
 )
 from bumpgate.plugin.instruments.inductor import (
     CacheCounts,
@@ -33,10 +35,6 @@ from bumpgate.plugin.instruments.inductor import (
     empty_cache,
     inductor_report,
     inductor_watch,
-)
-from bumpgate.plugin.instruments.trace import (
-    count_bytes_accessed,
-    trace_artifacts,
 )
 
 __all__ = [

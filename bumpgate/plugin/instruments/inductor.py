@@ -13,8 +13,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 
-from bumpgate.plugin.instruments.dynamo import reset_dynamo
-from bumpgate.plugin.instruments.trace import count_bytes_accessed, trace_artifacts
+from bumpgate.plugin.instruments.dynamo import count_bytes_accessed, reset_dynamo, trace_artifacts
 
 
 @dataclass(frozen=True)
