@@ -93,7 +93,6 @@ def group(loose: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _union(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Concatenate, dropping duplicate lines."""
     return tuple(dict.fromkeys(chain.from_iterable(parts)))
 
 

@@ -147,7 +147,6 @@ def _with_inherited(where: str, name: str, raw: Mapping[str, Any]) -> Any:
 
 
 def _tables(root: Path) -> tuple[str, Table]:
-    """Return the place of the tables of lanes, and the tables."""
     for name, path in ((OWN, ("lanes",)), (PROJECT, ("tool", "bumpgate", "lanes"))):
         try:
             found: Any = _read_file(root / name, root)
@@ -270,7 +269,6 @@ def _check_kind(where: str, key: str, value: Any, kind: type) -> None:
 
 
 def _check(lane: Lane) -> None:
-    """Raise LaneError on a value that no lane can have."""
     if lane.device not in DEVICES:
         raise LaneError(f"{lane.where}: device must be one of {', '.join(DEVICES)}, got {lane.device!r}")
     if unknown := [need for need in lane.needs if need not in NEEDS]:

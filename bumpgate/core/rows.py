@@ -462,7 +462,6 @@ def same_value(a: Value, b: Value) -> bool:
 
 
 def _faults(row: Row) -> Iterable[str]:
-    """Yield the faults of a row, the first fault first."""
     if not isinstance(row.id, str) or not ROW_ID.fullmatch(row.id):
         yield "the id must read suite/case/metric, suite and metric in snake_case"
     if not isinstance(row.value, (int, float, str, bool, type(None))):

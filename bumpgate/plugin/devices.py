@@ -77,7 +77,6 @@ def _cuda_program(lane: Lane) -> str:
 
 
 def _other_gpu(lane: Lane, name: str, count: int, capability: str) -> str | None:
-    """Return how the GPU differs from the lane's, or None."""
     if not re.search(lane.gpu, name):
         model = re.sub(r"NVIDIA |GeForce |Tesla ", "", name).split(" ")[0]
         return f"the device is {name!r}; {how_to_declare(model.lower(), model)}"

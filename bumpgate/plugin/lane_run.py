@@ -228,7 +228,6 @@ class LaneRun:
 
 
 def _if(condition: bool) -> str | None:
-    """Return the empty reason of a cause that applies, or None."""
     return "" if condition else None
 
 

@@ -112,5 +112,4 @@ def _definitions(file: Path, root: Path, name: str) -> Iterator[Function]:
 
 @cache
 def _places(file: Path, root: Path) -> list[Path]:
-    """Return a test file and the conftest files that apply to it."""
     return [file, *(folder / "conftest.py" for folder in file.parents if folder.is_relative_to(root))]

@@ -172,7 +172,6 @@ def _selected(config: pytest.Config) -> list[Path]:
 
 
 def _folders_outside(config: pytest.Config, folders: Collection[str]) -> list[Path]:
-    """Return those of the folders that are not completely selected."""
     selected = _selected(config)
     roots = [(config.rootpath / path).resolve() for path in folders]
     return [root for root in roots if not any(root.is_relative_to(place) for place in selected)]

@@ -227,7 +227,6 @@ class Watch:
 
 
 def _own_seconds() -> float:
-    """Return the CPU seconds of this process and of its children that have ended."""
     times = os.times()
     return time.process_time() + times.children_user + times.children_system
 
