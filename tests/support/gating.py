@@ -163,10 +163,8 @@ class Machine:
     def _value(self, name: str, row: str, session: int) -> float:
         place = self.read[name, row, session]
         self.read[name, row, session] += 1
-        noise = random.Random(f"{self.seed} {OF_SEED.get(name, name)} {row} {session} {place}").gauss(
-            0, self.sd
-        )
-        return 2.0 * self.sides[name].slower.get(row, 1.0) * 2.718281828459045**noise
+        dice = random.Random(f"{self.seed} {OF_SEED.get(name, name)} {row} {session} {place}")
+        return 2.0 * self.sides[name].slower.get(row, 1.0) * 2.718281828459045 ** dice.gauss(0, self.sd)
 
     def _canary(self, name: str, reason: str) -> Judgement:
         row = Row(
@@ -183,20 +181,15 @@ class Machine:
         problems: Sequence[Mapping[str, str]] = (),
     ) -> LaneRun:
         side = side or Behaviour()
-        made = write_record(
-            record,
-            {
-                "lane": self.bench.gate.config.lane if self.bench else "cpu",
-                "torch": side.torch or "2.13.0",
-                "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            },
-            judgements,
-            complete=side.complete,
-            problems=map(Problem.from_json, (*side.problems, *problems)),
-        )
-        return LaneRun(
-            0 if judgements or problems else NOTHING_SELECTED, made, "", 0.1, record.with_suffix(".log")
-        )
+        provenance = {
+            "lane": self.bench.gate.config.lane if self.bench else "cpu",
+            "torch": side.torch or "2.13.0",
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        found = map(Problem.from_json, (*side.problems, *problems))
+        made = write_record(record, provenance, judgements, complete=side.complete, problems=found)
+        code = 0 if judgements or problems else NOTHING_SELECTED
+        return LaneRun(code, made, "", 0.1, record.with_suffix(".log"))
 
     def _recent(self, lane: str, rows: Sequence[str], days: int) -> dict[str, list[DriftReading]]:
         first = TODAY - timedelta(days)

@@ -52,6 +52,7 @@ HERE = {
     "wall_seconds": 312.0,
     "full_run": True,
 }
+TIME = {"unit": "s", "better": "lower", "tolerance": 0.1}
 # Rows of the gates by day.
 BREAKS, OTHER, TIMED = "compile/nam52/graph_breaks", "compile/nam12/graph_breaks", "throughput/nam52/seconds"
 THERE = HERE | {"torch": "2.14.0+cpu", "torch_git": "d" * 40, "wheel_set": "77aa"}
@@ -78,14 +79,7 @@ def shared_rows(kernels: int, line: int, name: str, slope: float) -> list[Row]:
         row("compile/nam52-regional/recompiles", 0),
         row("throughput/nam52-regional/generated_kernels", kernels, per_build=True),
         row("model/nam12-corpus/loss_after_200_steps", 2.4, unit="nats", series={"loss": loss_curve(slope)}),
-        row(
-            "throughput/nam52-regional/seconds",
-            1.0,
-            unit="s",
-            better="lower",
-            tolerance=0.1,
-            interval=(0.98, 1.03),
-        ),
+        row("throughput/nam52-regional/seconds", 1.0, interval=(0.98, 1.03), **TIME),
     ]
 
 
@@ -177,12 +171,10 @@ def gate_of_day(
     bad = tuple(
         judged(label if id in red else Verdict.PASS, row(id, 17 if id in red else 13, **more)) for id in rows
     )
+    found = tuple(map(Problem.from_json, problems))
     sides = (
         Side("torch 2.14.0", Record(HERE | {"started": started}, good)),
-        Side(
-            "torch 2.15.0",
-            Record(THERE | {"started": started}, bad, problems=tuple(map(Problem.from_json, problems))),
-        ),
+        Side("torch 2.15.0", Record(THERE | {"started": started}, bad, problems=found)),
     )
     ratios = {TIMED: paired(timed, 1.06 if timed is TimedOutcome.SLOWER else 1.0)} if timed else {}
     started = f"2026-11-{day:02d}T03:00:00+00:00"
@@ -196,19 +188,14 @@ def many_readings(archive: Archive, rows: int, nights: int, last: date) -> None:
     with archive.transaction() as connection:
         for n in range(nights):
             run = {"id": n + 1, "digest": str(n), "lane": "cpu", "host_class": "Xeon", "red": False}
-            connection.execute(
-                sql.insert(tables["runs"]), [run | {"started": f"{start + timedelta(n)}T02:00:00+00:00"}]
-            )
-            made = []
-            for r in range(rows):
-                value = 13 + (r % 10 == 0 and n > nights // 2)
-                fields = {
-                    "run": n + 1,
-                    "row": f"a/case{r}/count",
-                    "value": json.dumps(value),
-                    "number": value,
-                }
-                made.append(fields | {"unit": "count", "verdict": "PASS", "row_red": False})
+            run["started"] = f"{start + timedelta(n)}T02:00:00+00:00"
+            connection.execute(sql.insert(tables["runs"]), [run])
+            same = {"run": n + 1, "unit": "count", "verdict": "PASS", "row_red": False}
+            values = [13 + (r % 10 == 0 and n > nights // 2) for r in range(rows)]
+            made = [
+                same | {"row": f"a/case{r}/count", "value": json.dumps(value), "number": value}
+                for r, value in enumerate(values)
+            ]
             connection.execute(sql.insert(tables["readings"]), made)
 
 
@@ -226,16 +213,9 @@ def held(folder: Path) -> Path:
     kept = judged(
         Verdict.CHANGED, after[1], "reviewed 1, measured 0", accepted=f"ada, until 2026-12-31: {EVIL}"
     )
-    bad = Side(
-        f"torch 2.14.0 {EVIL}",
-        Record(
-            THERE,
-            (changed, kept, *(judged(Verdict.PASS, r) for r in after[2:])),
-            problems=(Problem("t.py::a", ProblemKind.FAILED, EVIL),),
-        ),
-        canaries={"graphs": EVIL},
-        command=EVIL,
-    )
+    judgements = changed, kept, *(judged(Verdict.PASS, r) for r in after[2:])
+    found = Record(THERE, judgements, problems=(Problem("t.py::a", ProblemKind.FAILED, EVIL),))
+    bad = Side(f"torch 2.14.0 {EVIL}", found, canaries={"graphs": EVIL}, command=EVIL)
     timed = {
         "throughput/nam52-regional/seconds": paired(TimedOutcome.SLOWER, 1.061),
         "throughput/nam52-eager/seconds": paired(TimedOutcome.SAME, 1.003),
