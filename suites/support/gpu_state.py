@@ -1,6 +1,6 @@
 """The state of the GPU around a timed test: clocks, power, temperature, throttle reasons and foreign processes.
 
-Read from NVML (nvidia-ml-py), else from nvidia-smi. Power capping is normal on an H200 under load and is only reported.
+Read from NVML (nvidia-ml-py). Power capping is normal on an H200 under load and is only reported.
 Thermal slowdown, a power brake, foreign processes or an unreadable state make the row INFRA. Nothing is read while a
 test measures, because that would be timed as well; what happens between two readings shows in NVML's count of the time
 lost to heat.
@@ -9,7 +9,6 @@ lost to heat.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -45,20 +44,17 @@ HOT_SHARE = 0.01
 UNEXPLAINED_BYTES = 2 << 30
 # Not $TMPDIR: two users of one GPU must share the locks.
 LOCKS = Path("/tmp")
-SMI_SECONDS = 30
-SMI_FIELDS = "uuid,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active,memory.used"
 
 
 @dataclass(frozen=True)
 class State:
     """One reading. Clocks in MHz, watts, degrees Celsius.
 
-    source: NVML or nvidia-smi. reasons: bits of REASONS. hot_seconds: how long heat has limited the clocks since the
+    reasons: bits of REASONS. hot_seconds: how long heat has limited the clocks since the
     driver was loaded, None if not reported. strangers: compute processes that do not belong to this session, None if
     the driver's process ids are of another namespace. unexplained: bytes in use that this process did not reserve.
     """
 
-    source: str
     uuid: str
     sm: float
     memory: float
@@ -80,12 +76,13 @@ def read() -> State:
 
 
 def _read_once() -> State:
+    gpu = first_gpu()
     try:
         import pynvml
     except ImportError:
-        return _by_nvidia_smi(first_gpu())
+        raise InfraError(f"the state of GPU {gpu} is unknown: no NVML; pip install nvidia-ml-py") from None
     # An index means the same to CUDA and to NVML if all GPUs of a machine are alike.
-    return _by_nvml(pynvml, first_gpu())
+    return _by_nvml(pynvml, gpu)
 
 
 def _by_nvml(nvml: Any, gpu: str) -> State:
@@ -93,7 +90,6 @@ def _by_nvml(nvml: Any, gpu: str) -> State:
         nvml.nvmlInit()  # NVML counts the calls: only the first one in a process has an effect
         handle = _handle(nvml, gpu)
         return State(
-            source="NVML",
             uuid=nvml.nvmlDeviceGetUUID(handle),
             sm=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
             memory=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
@@ -119,44 +115,6 @@ def _hot_seconds(nvml: Any, handle: Any) -> float | None:
         return nvml.nvmlDeviceGetViolationStatus(handle, nvml.NVML_PERF_POLICY_THERMAL).violationTime / 1e9
     except nvml.NVMLError:
         return None
-
-
-def _by_nvidia_smi(gpu: str) -> State:
-    lines = _nvidia_smi(gpu, f"--query-gpu={SMI_FIELDS}")
-    listed = _nvidia_smi(gpu, "--query-compute-apps=pid")
-    try:
-        uuid, sm, memory, watts, celsius, reasons, used = lines[0].split(", ")
-        return State(
-            source="nvidia-smi",
-            uuid=uuid,
-            sm=float(sm),
-            memory=float(memory),
-            watts=float(watts),
-            celsius=float(celsius),
-            reasons=int(reasons, 16),
-            hot_seconds=None,
-            strangers=_strangers(map(int, listed)),
-            unexplained=(int(used) << 20) - _reserved(),
-        )
-    except (ValueError, IndexError):
-        raise InfraError(
-            f"the state of GPU {gpu} is unknown: nvidia-smi returned {[*lines, *listed]}"
-        ) from None
-
-
-def _nvidia_smi(gpu: str, query: str) -> list[str]:
-    """Return the non-empty lines of the output."""
-    command = ["nvidia-smi", "-i", gpu, query, "--format=csv,noheader,nounits"]
-    unknown = f"the state of GPU {gpu} is unknown"
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
-    except FileNotFoundError:
-        raise InfraError(f"{unknown}: no NVML and no nvidia-smi; pip install nvidia-ml-py") from None
-    except subprocess.TimeoutExpired:
-        raise InfraError(f"{unknown}: no answer of nvidia-smi in {SMI_SECONDS} s") from None
-    if done.returncode:
-        raise InfraError(f"{unknown}: nvidia-smi: {(done.stdout + done.stderr).strip()}")
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
 
 
 def _cuda() -> Any:
@@ -224,7 +182,7 @@ def spoiled(before: State, after: State, seconds: float, *, only_worker: bool = 
 def state_line(before: State, after: State) -> str:
     """Format both readings in one line."""
     return (
-        f"{after.uuid} by {after.source}, before and after: SM {before.sm:.0f}, {after.sm:.0f} MHz; "
+        f"{after.uuid} by NVML, before and after: SM {before.sm:.0f}, {after.sm:.0f} MHz; "
         f"memory {before.memory:.0f}, {after.memory:.0f} MHz; {before.watts:.0f}, {after.watts:.0f} W; "
         f"{before.celsius:.0f}, {after.celsius:.0f} C; clocks held by {_names(before.reasons)}, {_names(after.reasons)}"
     )

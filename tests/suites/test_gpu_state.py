@@ -25,7 +25,7 @@ from suites.support.planted import planted
 from tests.support.project import REPO, Project
 
 POWER_CAP, HARDWARE_SLOWDOWN, SOFTWARE_THERMAL, HARDWARE_THERMAL, BRAKE = 0x4, 0x8, 0x20, 0x40, 0x80
-QUIET = State("NVML", "GPU-1", 1980, 3201, 690, 61, POWER_CAP, 12.0, (), 1 << 29)
+QUIET = State("GPU-1", 1980, 3201, 690, 61, POWER_CAP, 12.0, (), 1 << 29)
 HIDDEN = replace(QUIET, strangers=None)
 MUCH = UNEXPLAINED_BYTES + (1 << 30)
 NO_PROCESS = 2**22 + 1  # above the kernel's largest pid
@@ -123,7 +123,7 @@ class Cuda:
 
 def test_read_state_with_nvml(nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml(HOT=[2_500_000_000])
-    assert read() == State("NVML", "GPU-0", 1980, 3201, 690.0, 61, POWER_CAP, 2.5, (), 1 << 29)
+    assert read() == State("GPU-0", 1980, 3201, 690.0, 61, POWER_CAP, 2.5, (), 1 << 29)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-abc,1")
     assert read().uuid == "GPU-abc"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
@@ -181,45 +181,8 @@ def test_process_ids_of_another_namespace_are_unknown(nvml, monkeypatch: pytest.
     assert read().unexplained == 1 << 30
 
 
-def nvidia_smi(directory: Path, state: str, processes: str = "", code: int = 0) -> None:
-    """Create a fake nvidia-smi that prints these lines."""
-    program = directory / "nvidia-smi"
-    cases = f"*--query-gpu=*) echo '{state}';; *--query-compute-apps=*) printf '{processes}';;"
-    program.write_text(f'#!/bin/sh\ncase "$*" in {cases} esac\nexit {code}\n')
-    program.chmod(0o755)
-
-
-@pytest.fixture
-def no_library(nvml, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Remove nvidia-ml-py; return the only directory of $PATH."""
+def test_error_without_nvml_has_the_fix(nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    return tmp_path / "bin"
-
-
-def test_read_state_with_nvidia_smi(no_library: Path) -> None:
-    nvidia_smi(no_library, "GPU-1, 1980, 3201, 690.25, 61, 0x0000000000000044, 512", f"{os.getpid()}\\n")
-    assert read() == State(
-        "nvidia-smi", "GPU-1", 1980, 3201, 690.25, 61, POWER_CAP | HARDWARE_THERMAL, None, (), 512 << 20
-    )
-
-
-@pytest.mark.parametrize(
-    ("state", "code", "words"),
-    [
-        ("GPU-1, 1980, 3201, [N/A], 61, 0x0000000000000044, 512", 0, "nvidia-smi returned"),
-        ("", 0, "nvidia-smi returned"),
-        ("No devices were found", 6, "nvidia-smi: No devices were found"),
-    ],
-)
-def test_invalid_nvidia_smi_output_is_an_error(no_library: Path, state: str, code: int, words: str) -> None:
-    nvidia_smi(no_library, state, code=code)
-    with pytest.raises(InfraError, match=words):
-        read()
-
-
-def test_error_without_nvml_and_nvidia_smi_has_the_fix(no_library: Path) -> None:
     with alone_on_gpu() as state, pytest.raises(InfraError, match="pip install nvidia-ml-py"):
         state()
 
