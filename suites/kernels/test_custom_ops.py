@@ -105,7 +105,7 @@ def test_fp64_runs_eager_on_cuda_and_other_dtypes_the_kernel(
 ) -> None:
     launches: dict[str, Callable[..., Any]] = {}
 
-    def custom_op(name: str, eager: Callable[..., Any], mutates_args: tuple) -> Any:
+    def custom_op(name: str, eager: Callable[..., Any], mutates_args: tuple, schema: str | None) -> Any:
         return SimpleNamespace(
             register_kernel=lambda device: lambda launch: launches.update({device: launch})
         )
