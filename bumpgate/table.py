@@ -45,7 +45,15 @@ def verdict_table(record: Record, where: str, *, verbose: bool = False, terminal
     """
     stopped = [j for j in record.judgements if j.unreached]
     rows = [j for j in record.judgements if j not in stopped] if len(stopped) > 1 else record.judgements
-    entries = [_entry(j, record) for j in _worst_first(rows) if verbose or j.verdict is not Verdict.PASS]
+    alike: dict[str, list[Judgement]] = {}
+    for j in rows:
+        if j.explains and j.verdict is Verdict.INCONCLUSIVE:
+            alike.setdefault(j.reason.partition(": measured")[0], []).append(j)
+    unlike_host = {reason: found for reason, found in alike.items() if len(found) > 1}
+    together = {j.row.id for found in unlike_host.values() for j in found}
+    shown = [j for j in rows if (verbose or j.verdict is not Verdict.PASS) and j.row.id not in together]
+    entries = [_entry(j, record) for j in _worst_first(shown)]
+    entries += [_of_one_reason(reason, found) for reason, found in unlike_host.items()]
     if len(stopped) > 1:
         text = f"{len(stopped)} rows not measured because the run stopped early"
         entries.append((Verdict.MISSING.value, STYLE[Verdict.MISSING], text, ""))
@@ -124,6 +132,17 @@ def _entry(j: Judgement, record: Record) -> Entry:
         lines.append(sentence(record, j.row.rule))
         lines += [f"at {where}"] if (where := places(j)) else []
     return j.label, STYLE[j.verdict], "\n".join(lines), j.command
+
+
+def _of_one_reason(reason: str, found: Sequence[Judgement]) -> Entry:
+    """Format rows that are not judged for one reason: a line each."""
+    lines = [f"{j.row.id}: {_show(j.row.value)} {j.row.unit}, reviewed {_show(j.reviewed)}" for j in found]
+    return (
+        found[0].label,
+        STYLE[found[0].verdict],
+        "\n".join([f"{len(found)} rows: {reason}", *sorted(lines)]),
+        found[0].command,
+    )
 
 
 def _plain(entries: Iterable[Entry]) -> str:

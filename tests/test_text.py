@@ -11,7 +11,16 @@ import pytest
 from bumpgate.cli import main
 from bumpgate.core.accepted import load as load_accepted
 from bumpgate.core.errors import BumpgateError, loads, one_line
-from bumpgate.core.rows import Problem, ProblemKind, read_record, write_record
+from bumpgate.core.rows import (
+    Judgement,
+    Problem,
+    ProblemKind,
+    Record,
+    Row,
+    Verdict,
+    read_record,
+    write_record,
+)
 from bumpgate.core.text import printable, redacted
 from bumpgate.env import uv
 from bumpgate.table import verdict_table
@@ -120,3 +129,19 @@ def test_a_message_has_neither(
     assert len((out + err).splitlines()) == 1
     assert SECRET not in out + err
     assert "\x1b" not in out + err
+
+
+def test_rows_not_judged_for_one_reason_are_one_entry() -> None:
+    unlike = "this host's launch/launch_microseconds: 9 us, reviewed 6 us"
+    why = {"a/b/x": unlike, "a/b/y": unlike, "a/b/z": "another"}
+    judged = [
+        Judgement(Row(id, 2.0, "s", 1, "C37"), Verdict.INCONCLUSIVE, reason, explains=True, reviewed=1.0)
+        for id, reason in why.items()
+    ]
+    shown = verdict_table(Record({}, tuple(judged)), "record.json").splitlines()
+    assert shown[0] == "INCONCLUSIVE (not judged) a/b/z: another"
+    at = shown.index(f"INCONCLUSIVE (not judged) 2 rows: {unlike}")
+    assert [line.strip() for line in shown[at + 1 : at + 3]] == [
+        "a/b/x: 2 s, reviewed 1",
+        "a/b/y: 2 s, reviewed 1",
+    ]
