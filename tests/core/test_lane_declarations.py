@@ -31,16 +31,11 @@ def test_lanes_load_from_pyproject_or_bumpgate_toml(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(table.format("[tool.bumpgate.lanes.h100x2]\n"))
     expected = Lane("h100x2", device="cuda", gpu="H100", count=2, capability="9.0", extra="gpu")
     assert lanes.load(tmp_path) == {"h100x2": expected}
-    declare(tmp_path, "[lanes.mine]\nneeds = ['c++']\n")
-    assert lanes.load(tmp_path) == {"mine": Lane("mine", needs=("c++",))}, (
-        "bumpgate.toml has precedence over pyproject.toml"
-    )
-
-
-def test_lane_states_margins_of_rows_that_vary(tmp_path: Path) -> None:
-    found = lanes.load(declare(tmp_path, "[lanes.mine.margins]\n'a/*' = 0.2\n'b/c/s' = 0.4\n"))["mine"]
-    assert found.margins == (("a/*", 0.2), ("b/c/s", 0.4))
-    assert hash(found)
+    margins = "[lanes.mine.margins]\n'a/*' = 0.2\n'b/c/s' = 0.4\n"
+    declare(tmp_path, f"[lanes.mine]\nneeds = ['c++']\n{margins}")
+    found = Lane("mine", needs=("c++",), margins=(("a/*", 0.2), ("b/c/s", 0.4)))
+    assert lanes.load(tmp_path) == {"mine": found}, "bumpgate.toml has precedence over pyproject.toml"
+    assert hash(lanes.load(tmp_path)["mine"])
 
 
 def test_extra_of_another_project_includes_its_dependencies(tmp_path: Path) -> None:
@@ -67,10 +62,7 @@ def test_extra_of_another_project_includes_its_dependencies(tmp_path: Path) -> N
         ("[lanes.mine]\nneeds = 'c++'", "needs must be a list of strings, got 'c++'"),
         ("[lanes.mine]\ntests = [1]", "tests must be a list of strings, got [1]"),
         ("[lanes.mine]\nneeds = ['gcc']", "needs must be of c++, avx2, got 'gcc'"),
-        (
-            "[lanes.mine]\nmargins = 0.2",
-            """margins must be a table such as {"throughput/*" = 0.2}, got 0.2""",
-        ),
+        ("[lanes.mine]\nmargins = 0.2", 'margins must be a table such as {"throughput/*" = 0.2}, got 0.2'),
         ("[lanes.mine.margins]\n'a/*' = 1.0", "margins: 'a/*' must be between 0 and 1, got 1.0"),
         ("[lanes.mine.margins]\n'a/*' = true", "margins: 'a/*' must be between 0 and 1, got True"),
         ("[lanes.mine.margins]\n'a/*' = 0", "margins: 'a/*' must be between 0 and 1, got 0"),

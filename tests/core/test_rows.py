@@ -203,11 +203,11 @@ def test_row_json_omits_unset_optional_fields() -> None:
         assert repr(Row.from_json(make(value=value).to_json()).value) == repr(value)
 
 
-@pytest.mark.parametrize("series", [[1.0], {"loss": 1.0}, {"loss": ["x"]}, {"loss": None}, "loss"])
-def test_invalid_series_is_refused_in_one_line(series: object) -> None:
-    with pytest.raises(RowError) as caught:
-        Row.from_json(make().to_json() | {"series": series})
-    assert len(str(caught.value).splitlines()) == 1
+def test_invalid_series_is_refused_in_one_line() -> None:
+    for series in ([1.0], {"loss": 1.0}, {"loss": ["x"]}, {"loss": None}, "loss"):
+        with pytest.raises(RowError) as caught:
+            Row.from_json(make().to_json() | {"series": series})
+        assert len(str(caught.value).splitlines()) == 1
 
 
 @FIXED
@@ -250,14 +250,14 @@ def test_write_follows_links_and_refuses_a_device(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
-@pytest.mark.parametrize("lost", ["provenance", "rows", "complete", "problems"])
-def test_record_without_a_required_part_is_an_error(tmp_path: Path, lost: str) -> None:
+def test_record_without_a_required_part_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     write_record(path, {"lane": "cpu"}, [Judgement(make(), Verdict.PASS, "")])
     raw = json.loads(path.read_text())
-    path.write_text(json.dumps({k: v for k, v in raw.items() if k != lost}))
-    with pytest.raises(RecordError):
-        read_record(path)
+    for lost in ("provenance", "rows", "complete", "problems"):
+        path.write_text(json.dumps({k: v for k, v in raw.items() if k != lost}))
+        with pytest.raises(RecordError):
+            read_record(path)
     raw["rows"][0]["row"]["witness"] = "many"
     path.write_text(json.dumps(raw))
     with pytest.raises(RecordError, match="witness must be an int"):
