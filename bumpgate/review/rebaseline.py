@@ -191,12 +191,11 @@ def plan(
 def plan_times(record: Record, old: Baseline) -> tuple[Baseline, list[BaselineChange]]:
     """Return the baseline whose times are those of the record's host, with its calibrations, and the changes.
 
-    A time that this host does not run is dropped: it would belong to another one.
+    A time that this host does not run is dropped: it would belong to another one. The record may be of a part of the
+    lane if that part has every reviewed time.
     Raises RefusedError with all reasons at once.
     """
     _refuse_record(record, old, (), prune=False)
-    if not _whole(record):
-        raise RefusedError(f"--times needs the record of a whole run: pytest -m {old.lane}")
     if other := old.made_with and other_build(old.made_with, record.provenance):
         raise RefusedError(f"{other}: another build is adopted from a whole run, without --times")
     rows = [j for j in record.judgements if of_host(j.row.id, j.row.better, j.row.unit)]
@@ -209,6 +208,10 @@ def plan_times(record: Record, old: Baseline) -> tuple[Baseline, list[BaselineCh
         )
     new = {j.row.id: reviewed(j.row, old.rows.get(j.row.id), record) for j in found}
     here = {id: row for id, row in old.rows.items() if of_host(id, row.better, row.unit)}
+    if not _whole(record) and (absent := sorted(here.keys() - new.keys())):
+        raise RefusedError(
+            f"--times takes all times of one host, and this run lacks {some(absent)}: pytest -m {old.lane}"
+        )
     changes = [
         BaselineChange(id, here.get(id), new.get(id), "this host" if id in new else "not run on this host")
         for id in sorted(here.keys() | new.keys())

@@ -75,3 +75,7 @@ def test_times_of_another_machine_are_reviewed_with_its_calibrations(project: Pr
     assert done.code == 0, done.out + done.err
     rows = load(path, "cpu").rows
     assert (rows[RATE].value, rows[TIME].value, rows[TIME].bound) == (70e9, 1.5, "memory")
+    (project.root / "timed").unlink()
+    project.pytest("-m", "cpu", "-n", "0", f"{FILE}::test_copy", RATE="70e9", SECONDS="1.2")
+    part = project.bumpgate("rebaseline", "--lane", "cpu", "--times")
+    assert (part.code, "this run lacks calibration/memory/rate" in part.err) == (1, True), part.err
