@@ -112,15 +112,8 @@ def test_rows_are_filtered_by_words_and_verdict(tab: Any) -> None:
 )
 def test_page_fits_the_window_and_is_readable(tab: Any, tmp_path: Path) -> None:
     check_fits(tab)
-    for selector in (
-        "header h1",
-        "main h2",
-        ".finding h3",
-        "#rows code",
-        ".pill.bad",
-        ".pill.good",
-        "figcaption",
-    ):
+    heads = ("header h1", "main h2", ".finding h3", "figcaption")
+    for selector in (*heads, "#rows code", ".pill.bad", ".pill.good"):
         assert contrast(tab, selector) >= 4.5, f"{selector}: WCAG AA"
     smallest = tab.evaluate("Math.min(...[...document.querySelectorAll('figure text')].map(t => "
                             "t.getBoundingClientRect().height))")  # fmt: skip
@@ -170,9 +163,8 @@ def contrast(tab: Any, selector: str) -> float:
 @pytest.fixture(scope="module")
 def dashboard_of_500000(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dashboard")
-    archive = Archive(f"sqlite:///{folder / 'h.sqlite'}")
+    archive, start = Archive(f"sqlite:///{folder / 'h.sqlite'}"), dashboard.today() - timedelta(364)
     many_readings(archive, 1370, 365, dashboard.today())
-    start = dashboard.today() - timedelta(364)
     dashboard.write(folder / "site", dashboard.read(archive, start), start, [])
     return folder / "site" / "index.html"
 
