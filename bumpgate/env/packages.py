@@ -204,7 +204,7 @@ def adopted(lane: Lane, lock: Lock | None) -> PackageSet:
         str(name): SpecifierSet(f"=={Version(locked[name]).public}", prereleases=True) for name in pins
     }
     locked_python = f"=={lock.python}.*" if lock and lock.python else ""
-    return reader.checked(
+    return reader.consistent(
         PackageSet(
             lane.name,
             reader.specifier("python", lane.python or locked_python),
@@ -235,15 +235,14 @@ class _Reader:
         """Check a table: all required fields, any optional ones, no others, each of its type."""
         if not isinstance(raw, dict):
             raise self.fail(where, "must be a table")
-        for name in needed:
-            if name not in raw:
-                raise self.fail(where, f"the field {name!r} is missing")
+        kinds = {**needed, **optional}
+        if absent := [name for name in needed if name not in raw]:
+            raise self.fail(where, f"the field {absent[0]!r} is missing")
         for name, value in raw.items():
-            kind = {**needed, **optional}.get(name)
-            if kind is None:
-                raise self.fail(where, f"unknown field {name!r}; fields: {', '.join([*needed, *optional])}")
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise self.fail(where, f"{name} must be {WORDS[kind]}, got {value!r}")
+            if name not in kinds:
+                raise self.fail(where, f"unknown field {name!r}; fields: {', '.join(kinds)}")
+            if not isinstance(value, kinds[name]) or (isinstance(value, bool) and kinds[name] is not bool):
+                raise self.fail(where, f"{name} must be {WORDS[kinds[name]]}, got {value!r}")
 
     def specifier(self, where: str, text: str) -> SpecifierSet:
         try:
@@ -256,12 +255,6 @@ class _Reader:
             return Version(text)
         except InvalidVersion:
             raise self.fail(where, f"invalid PEP 440 version {text!r}") from None
-
-    def checked(self, found: PackageSet, where: str = "", *, known: bool = False) -> PackageSet:
-        """Return the set. Raises PackagesError if a wheel contradicts its torch. known: whether one may."""
-        for fault in () if known else contradictions(found):
-            raise self.fail(where, fault)
-        return found
 
     def past(self, where: str, name: str, raw: Any) -> PackageSet:
         texts = {"source": str, "python": str, "torch": str}
@@ -276,7 +269,14 @@ class _Reader:
             source=raw["source"],
             parked=raw.get("parked", False),
         )
-        return self.checked(found, where, known=any(wheel.fault for wheel in found.wheels))
+        known = any(wheel.fault for wheel in found.wheels)
+        return found if known else self.consistent(found, where)
+
+    def consistent(self, found: PackageSet, where: str = "") -> PackageSet:
+        """Return the set. Raises PackagesError if a wheel contradicts its torch."""
+        for fault in contradictions(found):
+            raise self.fail(where, fault)
+        return found
 
     def wheels(self, where: str, raw: Mapping[str, Any], without: Iterable[str]) -> dict[str, Any]:
         """Return the fields of a set that its kernel wheels determine. without: those that were given up."""

@@ -61,8 +61,8 @@ print(token(*did))
 class Target:
     """The environment that a wheel is to be installed into.
 
-    root: the source tree, whose smoke cases run. arch: of the lane's GPU, as in sm_90; 0 without a GPU.
-    device: "cpu" or "cuda", the devices that smoke cases can run on here.
+    arch: of the lane's GPU, as in sm_90; 0 without a GPU.
+    devices: "cpu" and "cuda", on which smoke cases can run here.
     """
 
     interpreter: Interpreter
@@ -109,23 +109,20 @@ def audit(file: WheelFile, target: Target, smoke: Smoke | None = None) -> Audit:
 
     smoke: the cases that run it.
     """
-    try:
-        with one_fault("cannot be audited"):
-            return _audit(file, target, smoke)
-    except BumpgateError as error:
-        return Audit(file.path, (Fault(file.package, "file", f"{file.path.name}: {error}"),))
-
-
-def _audit(file: WheelFile, target: Target, smoke: Smoke | None) -> Audit:
     if fault := _file_fault(file, target):
         return Audit(file.path, (fault,))
-    with tempfile.TemporaryDirectory(prefix="bumpgate-wheel-") as folder:
-        place = Path(folder)
-        with zipfile.ZipFile(file.path) as archive:
-            archive.extractall(place)
-        wheel = _distribution(place, file.path)
-        faults = (*_binary_faults(wheel, target), *abi.audit(wheel, target.found))
-        return Audit(file.path, faults) if faults else _run(file, wheel, place, target, smoke)
+    try:
+        with (
+            one_fault("cannot be audited"),
+            tempfile.TemporaryDirectory(prefix="bumpgate-wheel-") as folder,
+            zipfile.ZipFile(file.path) as archive,
+        ):
+            archive.extractall(folder)
+            wheel = _distribution(Path(folder), file.path)
+            faults = (*_binary_faults(wheel, target), *abi.audit(wheel, target.found))
+            return Audit(file.path, faults) if faults else _run(file, wheel, Path(folder), target, smoke)
+    except BumpgateError as error:
+        return Audit(file.path, (Fault(file.package, "file", f"{file.path.name}: {error}"),))
 
 
 def _run(file: WheelFile, wheel: Distribution, place: Path, target: Target, smoke: Smoke | None) -> Audit:
@@ -138,25 +135,19 @@ def _run(file: WheelFile, wheel: Distribution, place: Path, target: Target, smok
     except ChildFault as fault:
         return Audit(file.path, (Fault(wheel.name, "import", f"{file.path.name} does not import: {fault}"),))
     ran = smoke is not None and smoke.device in target.devices
-    if smoke is not None and ran:
-        faults = tuple(abi.run_cases({wheel.name: smoke}, child))
-        if faults:
-            return Audit(file.path, faults)
+    if smoke is not None and ran and (faults := tuple(abi.run_cases({wheel.name: smoke}, child))):
+        return Audit(file.path, faults)
     compiled_for = file.built_for or str(label_of(wheel).torch or "")
     torch = target.found.torch_version
     known = compiled_for and same_minor(compiled_for, torch)
     if wheel.extensions and not known and not ran:
-        what = (
-            f"was built for torch {compiled_for}"
-            if compiled_for
-            else "does not state the torch that it was built for"
-        )
+        unknown = "does not state the torch that it was built for"
+        what = f"was built for torch {compiled_for}" if compiled_for else unknown
         reason = f"{file.path.name} {what}, and no device here can verify its results on {torch}"
         return Audit(file.path, (Fault(wheel.name, "unproven", reason),))
-    notes = () if wheel.extensions else ("no compiled extension: Python and Triton only",)
-    return Audit(
-        file.path, (), (*notes, *(() if ran else ("not run over shapes of the model: no device here",)))
-    )
+    notes = [] if wheel.extensions else ["no compiled extension: Python and Triton only"]
+    notes += [] if ran else ["not run over shapes of the model: no device here"]
+    return Audit(file.path, (), tuple(notes))
 
 
 def _file_fault(file: WheelFile, target: Target) -> Fault | None:
@@ -229,20 +220,18 @@ def _binary_faults(wheel: Distribution, target: Target) -> Iterator[Fault]:
     machine = platform.machine()
     expected = f"cpython-{target.python.replace('.', '')}"
     for path in wheel.extensions:
-        with path.open("rb") as f:
-            head = f.read(20)
-        if head[:4] != b"\x7fELF" or int.from_bytes(head[18:20], "little") != MACHINES.get(machine, -1):
+        data = path.read_bytes()
+        if data[:4] != b"\x7fELF" or int.from_bytes(data[18:20], "little") != MACHINES.get(machine, -1):
             yield Fault(wheel.name, "arch", f"{path.name} is not a library for {machine}")
             continue
         tagged = re.search(r"\.(cpython-\d+)[\w-]*\.so$", path.name)
         if tagged and tagged[1] != expected:
             yield Fault(wheel.name, "tag", f"{path.name} is not for Python {target.python}")
-        archs = gpu_archs(path.read_bytes()) if target.arch else frozenset[tuple[int, int]]()
+        archs = sorted(gpu_archs(data)) if target.arch else []
         if archs and not any(_runs_on(kind, arch, target.arch) for kind, arch in archs):
-            held = ", ".join(f"sm_{arch}" for _, arch in sorted(archs))
-            yield Fault(
-                wheel.name, "arch", f"{path.name} has GPU code for {held} (expected sm_{target.arch})"
-            )
+            held = ", ".join(f"sm_{arch}" for _, arch in archs)
+            what = f"{path.name} has GPU code for {held} (expected sm_{target.arch})"
+            yield Fault(wheel.name, "arch", what)
 
 
 def _runs_on(kind: int, code: int, device: int) -> bool:

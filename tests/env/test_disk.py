@@ -5,10 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,11 +19,9 @@ from bumpgate.env.uv import uv_cache
 from suites.support.planted import planted
 from tests.env.conftest import Run
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
-from tests.support.tree import ROOT
 
 MIB = 1 << 20
 SIZE = 3 * MIB
-BUILD = "import sys; from bumpgate.env.build import Request, build; build(Request((sys.argv[1],)))"
 
 
 @pytest.fixture
@@ -169,48 +163,6 @@ def test_disk_option_deletes_and_refuses_a_wrong_size(
     assert [entry.key for entry in kept()] == [newer.key]
     fault = "bumpgate: --disk 40 G B: not a size (expected e.g. 40G)\n"
     assert run("environments", "--disk", "40 G B") == (4, "", fault)
-
-
-def processes_of(folder: Path) -> list[str]:
-    """Return the command lines of the uv processes that write below a folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if str(folder) in line and " pip " in line:
-            found.append(line)
-    return found
-
-
-@planted("C19", "a build killed while it installs")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_interrupted_build_leaves_no_process(
-    index: LocalIndex, tmp_path: Path, number: signal.Signals
-) -> None:
-    index.pause()
-    child = subprocess.Popen(
-        [sys.executable, "-c", BUILD, "cuda==1.0"],
-        cwd=ROOT,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        end = time.monotonic() + 30
-        while not downloads(index):
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        assert processes_of(tmp_path)
-        child.send_signal(number)
-        child.wait(30)
-        while (left := processes_of(tmp_path)) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert left == []
-    finally:
-        index.resume()
-        child.kill()
-        child.wait()
 
 
 def test_installations_unpack_together_and_deletions_wait(tmp_path: Path) -> None:

@@ -9,9 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from bumpgate.core.errors import BumpgateError
@@ -190,7 +193,10 @@ def child() -> Iterator[Child]:
 
     def start(requirement: str, fault: str = "") -> subprocess.Popen[str]:
         command = [sys.executable, "-u", "-c", CHILD, requirement, fault]
-        started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        # A background job of a shell ignores ctrl-C.
+        interrupt = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+        how: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "preexec_fn": interrupt}
+        started.append(subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, **how))
         return started[-1]
 
     yield start
@@ -220,13 +226,26 @@ def test_full_disk_is_reported_and_leaves_no_environment(
     assert build(Request(("torch==5.0",))).packages == {"torch": "5.0"}
 
 
-def test_killed_build_is_rebuilt(index: LocalIndex, child: Child) -> None:
+def installs_into(folder: Path) -> bool:
+    """Return whether a process of `uv pip` writes below a folder."""
+    lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    return any(str(folder) in line and " pip " in line for line in lines)
+
+
+@planted("C19", "a build killed while it installs")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_interrupted_build_leaves_no_process_and_is_rebuilt(
+    index: LocalIndex, tmp_path: Path, child: Child, number: signal.Signals
+) -> None:
     index.pause()
-    killed = child("torch==1.0")
+    stopped = child("torch==1.0")
     wait_for(lambda: any(path.startswith("/files/") for path in index.requests))
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    assert [name.rsplit(".", 1)[-1] for name in cache_entries()] == ["partial"]
+    assert installs_into(tmp_path)
+    stopped.send_signal(number)
+    stopped.wait(30)
+    wait_for(lambda: not installs_into(tmp_path))
+    left = [name.rsplit(".", 1)[-1] for name in cache_entries()]
+    assert left == (["partial"] if number == signal.SIGKILL else [])
     index.resume()
     built = build(TORCH)
     assert torch_in(built) == "1.0 3.0"

@@ -1,9 +1,10 @@
-"""The versions of a package: in build order, from any index or folder; an unreachable index is not an empty listing."""
+"""The versions of a package: in build order, from any index or folder, and from recorded pages of a real index."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import date, datetime, timezone
 from pathlib import Path
 
@@ -11,9 +12,18 @@ import pytest
 
 from bumpgate.env import store, versions
 from bumpgate.env.locks import Wheel
-from bumpgate.env.versions import Offer, UnreachableError, VersionsError, build_day, missing_days, offers
+from bumpgate.env.versions import (
+    FoundVersion,
+    Offer,
+    UnreachableError,
+    VersionsError,
+    build_day,
+    missing_days,
+    offers,
+)
 from tests.env.conftest import Run
-from tests.support.local_index import LocalIndex, fake_wheel, isolated
+from tests.support.local_index import JSON_TYPE, LocalIndex, fake_wheel, isolated
+from tests.support.tree import ROOT
 
 
 @pytest.fixture
@@ -45,13 +55,13 @@ def test_versions_are_sorted_by_pep_440(index: LocalIndex, tmp_path: Path) -> No
 
 
 def test_nightlies_have_dates_and_missing_days(index: LocalIndex, tmp_path: Path) -> None:
+    one, two, three, four, five, six, seven = (date(2026, 3, day) for day in range(1, 8))
     serve(index, tmp_path, *(f"2.14.0.dev202603{day:02}+cpu" for day in (1, 2, 4, 7)))
     found = versions.versions("torch", pre=True)
-    assert [f.date for f in found] == [date(2026, 3, day) for day in (1, 2, 4, 7)]
-    assert missing_days(found) == [date(2026, 3, day) for day in (3, 5, 6)]
+    assert [f.date for f in found] == [one, two, four, seven]
+    assert missing_days(found) == [three, five, six]
     assert missing_days([]) == []
-    window = versions.versions("torch", pre=True, since=date(2026, 3, 2), until=date(2026, 3, 4))
-    assert [f.date for f in window if f.date] == [date(2026, 3, 2), date(2026, 3, 4)]
+    assert [f.date for f in versions.versions("torch", pre=True, since=two, until=four)] == [two, four]
 
 
 def test_builds_by_commit_are_sorted_by_day(index: LocalIndex, tmp_path: Path) -> None:
@@ -260,3 +270,53 @@ def test_place_that_does_not_exist_is_refused(place: str, words: str, index: Loc
     with pytest.raises(UnreachableError, match=words) as caught:
         offers([place.format(index=index.url)])
     assert "\n" not in str(caught.value)
+
+
+class Recorded(LocalIndex):
+    """Serves the recorded page of a project (fixtures/index) in one form, whatever the client accepts."""
+
+    form = "html"
+
+    def _page(self, path: str, accepts: str) -> tuple[int, str, bytes]:
+        assert accepts.startswith(JSON_TYPE)
+        page = ROOT / "fixtures" / "index" / f"{path.strip('/').rpartition('/')[2]}.{self.form}"
+        kind = {"html": "text/html", "json": JSON_TYPE}[self.form]
+        return (200, kind, page.read_bytes()) if page.exists() else (404, kind, b"")
+
+
+def read(form: str, package: str, folder: Path, **options: object) -> list[FoundVersion]:
+    with Recorded() as index, pytest.MonkeyPatch.context() as patch:
+        index.form = form
+        isolated(patch, folder, index.url)
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        patch.setattr(versions, "platform_tags", lambda: ["manylinux_2_28_x86_64", "linux_x86_64"])
+        found = versions.versions(package, **options)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("form", ["html", "json"])
+def test_recorded_page_lists_wheels_of_each_python(form: str, tmp_path: Path) -> None:
+    found = read(form, "torch-xla", tmp_path, python="3.11")
+    assert [f.version for f in found] == [
+        *("2.1.0", "2.2.0", "2.3.0", "2.4.0", "2.5.0", "2.5.1"),
+        *("2.6.0", "2.6.1", "2.7.0", "2.8.0", "2.8.1", "2.9.0"),
+    ]
+    assert all("-cp311-cp311-manylinux_2_28_x86_64.whl" in f.url and len(f.sha256) == 64 for f in found)
+    newer = read(form, "torch-xla", tmp_path, python="3.13")
+    assert [f.version for f in newer] == ["2.8.0", "2.8.1", "2.9.0"]
+    older = read(form, "sympy", tmp_path, python="3.7")
+    assert [f.version for f in older][-2:] == ["1.10", "1.10.1"], "its releases state the Python they require"
+
+
+@pytest.mark.parametrize("package", ["torch-xla", "sympy"])
+def test_recorded_forms_differ_in_dates_only(package: str, tmp_path: Path) -> None:
+    html, json = (read(form, package, tmp_path, python="3.11", pre=True) for form in ("html", "json"))
+    assert html == [replace(f, date=None) for f in json]
+    assert all(f.date for f in json)
+
+
+def test_recorded_yanked_release_keeps_its_reason(tmp_path: Path) -> None:
+    found = {f.version: f for f in read("json", "sympy", tmp_path, python="3.11", pre=True)}
+    assert found["1.12.1a1"].yanked == "Release was a temporary fix"
+    assert found["1.14.0"].yanked is None
+    assert found["1.14.0"].date == date(2025, 4, 27)

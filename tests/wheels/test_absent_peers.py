@@ -50,13 +50,6 @@ def reviewed(project: Project) -> Project:
     return project
 
 
-def test_absent_peer_skips_only_its_own_rows(reviewed: Project) -> None:
-    done = reviewed.pytest("-m", "cpu", "-n", "0")
-    assert done.code == 0, done.out
-    assert "NOT RUN       kernels/a/over_peer: no_such_peer is not installed" in done.out
-    assert "1 row: 1 PASS; 1 NOT RUN; device cpu" in done.out
-
-
 def test_folder_of_an_uninstalled_peer_is_absent(tmp_path: Path, monkeypatch) -> None:
     """pip leaves a folder with files that it did not write; Python then imports it as an empty namespace."""
     (tmp_path / "left_over/cache").mkdir(parents=True)
@@ -66,32 +59,34 @@ def test_folder_of_an_uninstalled_peer_is_absent(tmp_path: Path, monkeypatch) ->
     assert absent.absent(["left_over", "broken"]) == ["left_over"]
 
 
+NOT_INSTALLED = "NOT RUN       kernels/a/over_peer: no_such_peer is not installed"
+GIVEN_UP = "NOT RUN       kernels/a/over_peer: lane cpu has given no-such-peer up (lanes/cpu/lane.toml)"
+
+
 @planted("C39", "an adopted environment that lacks a kernel wheel")
-def test_gate_requires_peers_of_the_adopted_set(reviewed: Project) -> None:
-    done = reviewed.pytest("-m", "cpu", "-n", "0", "--gate")
-    assert done.code == 1
-    assert f"{TEST}: not run under --gate: kernels/a/over_peer" in done.out
-
-
-def test_gate_accepts_peers_that_it_found_absent(reviewed: Project) -> None:
-    reviewed.env |= {absent.VARIABLE: f'{{"no-such-peer": "{REASON}"}}', PARENT: str(os.getpid())}
-    done = reviewed.pytest("-m", "cpu", "-n", "0", "--gate")
-    assert done.code == 0, done.out
-    assert f"NOT RUN       kernels/a/over_peer: {REASON}" in done.out
-
-
 @planted("C39", "a wheel that another lane has given up")
-@pytest.mark.parametrize(("lane", "code"), [("cpu", 0), ("h200", 1)])
-def test_gate_accepts_peers_that_the_lane_has_given_up(reviewed: Project, lane: str, code: int) -> None:
-    write_lane(reviewed.root, lane, without=["No_Such.Peer"])
-    done = reviewed.pytest("-m", "cpu", "-n", "0", "--gate")
+@pytest.mark.parametrize(
+    ("found", "given_up", "gate", "code", "words"),
+    [
+        ("", "", False, 0, [NOT_INSTALLED, "1 row: 1 PASS; 1 NOT RUN; device cpu"]),
+        ("", "", True, 1, [f"{TEST}: not run under --gate: kernels/a/over_peer"]),
+        (REASON, "", True, 0, [f"NOT RUN       kernels/a/over_peer: {REASON}"]),
+        ("", "cpu", True, 0, [GIVEN_UP]),
+        ("", "h200", True, 1, [NOT_INSTALLED]),
+    ],
+    ids=["run", "adopted set", "found absent", "given up", "given up elsewhere"],
+)
+def test_absent_peer_skips_only_its_own_rows(
+    found: str, given_up: str, gate: bool, code: int, words: list[str], reviewed: Project
+) -> None:
+    """A gate requires the peers of the adopted set, unless it found them absent or the lane has given them up."""
+    if found:
+        reviewed.env |= {absent.VARIABLE: f'{{"no-such-peer": "{found}"}}', PARENT: str(os.getpid())}
+    if given_up:
+        write_lane(reviewed.root, given_up, without=["No_Such.Peer"])
+    done = reviewed.pytest("-m", "cpu", "-n", "0", *(["--gate"] if gate else []))
     assert done.code == code, done.out
-    why = (
-        "no_such_peer is not installed"
-        if code
-        else "lane cpu has given no-such-peer up (lanes/cpu/lane.toml)"
-    )
-    assert f"NOT RUN       kernels/a/over_peer: {why}" in done.out
+    assert all(each in done.out for each in words), done.out
 
 
 @pytest.mark.parametrize("name", OWN_VARIABLES)
@@ -104,11 +99,8 @@ def test_own_variables_set_by_a_shell_are_refused(reviewed: Project, name: str) 
 
 @planted("C39", "a row of an own kernel that vanishes together with the peer's")
 def test_other_row_lost_with_the_peer_is_missing(reviewed: Project) -> None:
-    reviewed.tests(
-        BODY.replace(
-            '    row.count("kernels/a/milliseconds"', '    missing or row.count("kernels/a/milliseconds"'
-        )
-    )
+    own = 'row.count("kernels/a/milliseconds"'
+    reviewed.tests(BODY.replace(own, f"missing or {own}"))
     done = reviewed.pytest("-m", "cpu", "-n", "0")
     assert done.code == 1
     assert "MISSING       kernels/a/milliseconds" in done.out
