@@ -37,7 +37,7 @@ from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.process import child, runner
 from bumpgate.process.child import ChildFault, Interpreter, ending
 from bumpgate.process.host import read_or_empty
-from bumpgate.process.runner import NOTHING_SELECTED, USAGE, LaneRun, child_environment, run_lane
+from bumpgate.process.runner import NOTHING_SELECTED, USAGE, LaneCall, LaneRun, child_environment, run_lane
 
 READING, LOG, RECORD = "reading.json", "test.log", "record.json"
 IMPORT = f"""
@@ -355,18 +355,17 @@ class SuiteTest(Test):
     def run(self, environment: Environment, place: Path) -> Reading:
         own = {**lock_variables(environment.lock), **self.variables(environment)}
         with fresh_caches(place) as caches:
-            done = self.run_lane(
+            call = LaneCall(
                 environment.python,
                 self.root,
                 self.lane,
                 self.selection,
                 place / RECORD,
                 environment=own | caches,
-                timeout=self.timeout,
                 log=place / LOG,
-                # A complete run has imported torch; for an incomplete one, import_fault below checks the import.
-                check_import=False,
             )
+            # A complete run has imported torch; for an incomplete one, import_fault below checks the import.
+            done = self.run_lane(call, self.timeout, check_import=False)
         if done.code == USAGE:
             raise ProbeError(f"pytest rejects the selection: {done.failure} (log: {place / LOG})")
         if done.code == NOTHING_SELECTED:

@@ -76,42 +76,16 @@ def installed(python: Path, root: Path, lane: str, environment: Mapping[str, str
     return Installed(packages, git_version)
 
 
-def run_lane(
-    python: Path,
-    root: Path,
-    lane: str,
-    selection: Sequence[str],
-    record: Path,
-    *,
-    gate: bool = True,
-    environment: Mapping[str, str] = {},
-    timeout: float | None = None,
-    log: Path | None = None,
-    check_import: bool = True,
-) -> LaneRun:
-    """Run `pytest -m LANE SELECTION` under `python`, in a process group that is killed when this call ends.
+@dataclass(frozen=True)
+class LaneCall:
+    """One `pytest -m LANE SELECTION` under `python`, not yet run.
 
     selection: paths, node ids and options of pytest.
     record: output path of the rows; an older file is removed.
     environment: variables in addition to the environment of this process.
-    timeout: wall seconds.
     log: path of the output, by default next to `record`.
-    check_import: import torch in a process first, so that a crash there is one line and not a run of crashes.
-    Raises KeyboardInterrupt after the run has been stopped and has written its record.
+    keep_open: descriptors that the run inherits.
     """
-    call = LaneCall(python, root, lane, selection, record, gate, environment, log)
-    if check_import:
-        started = time.monotonic()
-        found = installed(python, root, lane, environment)
-        if found.failure:
-            record.unlink(missing_ok=True)
-            return LaneRun(1, None, found.failure, time.monotonic() - started, call.output)
-    return run_lanes([call], timeout)[0]
-
-
-@dataclass(frozen=True)
-class LaneCall:
-    """One `pytest -m LANE SELECTION`, not yet run; the fields are run_lane's, and the descriptors that it inherits."""
 
     python: Path
     root: Path
@@ -160,6 +134,20 @@ class LaneCall:
             failure, found = str(found.problems[0]), None
         failure = str(ending(code, seconds, timeout)) or failure
         return LaneRun(code, found, failure, seconds, self.output)
+
+
+def run_lane(call: LaneCall, timeout: float | None = None, *, check_import: bool = True) -> LaneRun:
+    """Run pytest, in a process group that is killed when this call ends.
+
+    timeout: wall seconds.
+    check_import: import torch in a process first, so that a crash there is one line and not a run of crashes.
+    Raises KeyboardInterrupt after the run has been stopped and has written its record.
+    """
+    started = time.monotonic()
+    if check_import and (failure := installed(call.python, call.root, call.lane, call.environment).failure):
+        call.record.unlink(missing_ok=True)
+        return LaneRun(1, None, failure, time.monotonic() - started, call.output)
+    return run_lanes([call], timeout)[0]
 
 
 def run_lanes(calls: Sequence[LaneCall], timeout: float | None = None) -> list[LaneRun]:

@@ -22,7 +22,7 @@ from bumpgate.env.store import StoreError
 from bumpgate.history import adoptions
 from bumpgate.process.file_transaction import ADOPTION, Operation, recover, writing
 from bumpgate.process.home import home
-from bumpgate.process.runner import LaneRun, run_lane
+from bumpgate.process.runner import LaneCall, LaneRun, run_lane
 
 SMOKE_SECONDS = 1800
 
@@ -153,7 +153,7 @@ def smoke_tests(root: Path, lane: str) -> tuple[str, ...]:
 def run_smoke(environment: Environment, root: Path, lane: str, tests: tuple[str, ...]) -> LaneRun:
     """Run the smoke suite. Raises RefusedError (one line) if it is not green."""
     record = environment.python.parents[1] / "smoke.json"
-    run = run_lane(environment.python, root, lane, tests, record, timeout=SMOKE_SECONDS)
+    run = run_lane(LaneCall(environment.python, root, lane, tests, record), SMOKE_SECONDS)
     if run.failure or run.code or run.record is None or run.record.red:
         red = [j.row.id for j in run.record.judgements if j.red] if run.record else []
         ended = f"{len(red)} red rows, first {red[0]}" if red else f"pytest ended with {run.code}"

@@ -16,7 +16,7 @@ import pytest
 from bumpgate.core.rows import read_record
 from bumpgate.plugin import run as plugin
 from bumpgate.process import host
-from bumpgate.process.runner import child_environment, run_lane
+from bumpgate.process.runner import LaneCall, child_environment, run_lane
 from tests.support.project import GOOD, Project, counted
 
 GATE = ("-m", "cpu", "-n", "0", "--gate")
@@ -154,9 +154,8 @@ def test_dead_workers_are_one_problem_and_never_a_prune(lane: Project) -> None:
     assert str(problem).startswith("all 2 rows missing: ")
     assert str(problem).endswith("UsageError: unrecognized arguments: --colour")
     assert "--prune" not in result.out
-    run = run_lane(
-        Path(sys.executable), lane.root, "cpu", list(one), lane.root / "side.json", check_import=False
-    )
+    call = LaneCall(Path(sys.executable), lane.root, "cpu", list(one), lane.root / "side.json")
+    run = run_lane(call, check_import=False)
     assert run.record is None
     assert "all 2 rows missing" in run.failure
     assert "unrecognized arguments: --colour" in run.failure

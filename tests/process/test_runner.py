@@ -9,12 +9,21 @@ import time
 import venv
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from bumpgate.process.host import read_or_empty
-from bumpgate.process.runner import NOTHING_SELECTED, USAGE, LaneRun, child_environment, installed, run_lane
+from bumpgate.process.runner import (
+    NOTHING_SELECTED,
+    USAGE,
+    LaneCall,
+    LaneRun,
+    child_environment,
+    installed,
+    run_lane,
+)
 from tests.support.project import GOOD, PLUGINS, Project, counted
 
 PYTHON = Path(sys.executable)
@@ -30,9 +39,9 @@ def test_sleeps(lane):
 """
 
 
-def run(project: Project, *selection: str, **options: object) -> LaneRun:
+def run(project: Project, *selection: str, gate: bool = True, **options: Any) -> LaneRun:
     place = PYTHON, project.root, "cpu", ("-n", "0", *selection), project.root / "r.json"
-    return run_lane(*place, environment=QUICK, **options)  # type: ignore[arg-type]
+    return run_lane(LaneCall(*place, gate, QUICK), **options)
 
 
 def test_run_lane_returns_the_record_of_a_complete_run(project: Project) -> None:
@@ -122,7 +131,7 @@ def test_run_lane_reports_a_broken_torch_in_one_line(project: Project, torch: st
 
 
 def test_run_lane_reports_a_missing_interpreter(project: Project) -> None:
-    found = run_lane(Path("/no/python"), project.root, "cpu", (), project.root / "r.json")
+    found = run_lane(LaneCall(Path("/no/python"), project.root, "cpu", (), project.root / "r.json"))
     assert (found.record, found.failure) == (None, "import torch: /no/python: No such file or directory")
 
 
@@ -167,8 +176,9 @@ def test_run_lane_timeout_keeps_record_and_leaves_no_process(project: Project) -
 def test_killed_parent_ends_the_lane_run(project: Project, number: signal.Signals) -> None:
     project.tests(GOOD + SLEEPER)
     program = (
-        "import sys; from pathlib import Path; from bumpgate.process.runner import run_lane\n"
-        f"run_lane(Path(sys.executable), Path.cwd(), 'cpu', ['-n', '0'], Path('r.json'), environment={QUICK!r})"
+        "import sys; from pathlib import Path; from bumpgate.process.runner import LaneCall, run_lane\n"
+        "call = LaneCall(Path(sys.executable), Path.cwd(), 'cpu', ['-n', '0'], Path('r.json'), "
+        f"environment={QUICK!r})\nrun_lane(call)"
     )
     starter = project.start("-c", program)
     wait_for(60, lambda: len(read_or_empty(project.root / "there").split()) == 2)

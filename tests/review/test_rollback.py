@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ from bumpgate.history import adoptions
 from bumpgate.history.adoptions import Adoption, Log
 from bumpgate.process.file_transaction import AdoptionError, digest
 from bumpgate.process.home import home
-from bumpgate.process.runner import LaneRun
+from bumpgate.process.runner import LaneCall, LaneRun
 from bumpgate.review import rollback
 from bumpgate.review.rollback import smoke_tests
 from suites.support.lanes import LANES
@@ -104,9 +103,9 @@ def test_rollback_restores_a_lane_offline_and_runs_its_smoke_tests(
 ) -> None:
     calls = []
 
-    def run_lane(python: Path, _: Path, name: str, tests: tuple[str, ...], *__: Any, **___: Any) -> LaneRun:
-        place = python.parents[1]
-        calls.append((name, tests, set(installed(place)), (place / "stubs").exists()))
+    def run_lane(run: LaneCall, _: float) -> LaneRun:
+        place = run.python.parents[1]
+        calls.append((run.lane, run.selection, set(installed(place)), (place / "stubs").exists()))
         return LaneRun(0, Record({}, (PASSED,)), "", 2.0, Path("smoke.log"))
 
     monkeypatch.setattr(rollback, "run_lane", run_lane)
