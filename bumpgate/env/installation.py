@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,8 +105,10 @@ class Installation:
     def install(self, resolution: Path) -> None:
         """Install a lock by its hashes: from the wheel store first, then from uv's cache, then from the index."""
         root = self.place.parent
+        present = cached.installed_versions(root)
+        new = [size for package, size in wheel_sizes(resolution).items() if package not in present]
         try:
-            cached.make_room(root, self.needed(resolution), self.say)
+            cached.make_room(root, int(UNPACKED * sum(new)), self.say)
         except cached.NoRoomError as error:
             raise BuildError(f"{self.request.title}: {error}", self.log, str(error)) from None
         lines = pins(resolution)
@@ -115,21 +118,10 @@ class Installation:
                 flags = (*PYLOCK, "--python", str(self.python), *self.sources)
                 self.uv("pip", "sync", "--quiet", *flags, resolution, keep_open=held)
                 return
-            requirements = self.log.with_suffix(".txt")
-            requirements.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            flags = ("--no-deps", "--require-hashes", "--python", str(self.python), *self.sources)
-            self.uv("pip", "install", "--quiet", *flags, *self.stored, "-r", requirements, keep_open=held)
-
-    @property
-    def stored(self) -> list[str]:
-        """Return the options for the files of the request's lock that the wheel store has."""
-        return store.find_links(read_lock(self.request.lock).packages if self.request.lock else ())
-
-    def needed(self, resolution: Path) -> int:
-        """Estimate the bytes on disk of the packages that no cached environment holds already."""
-        present = cached.installed_versions(self.place.parent)
-        sizes = wheel_sizes(resolution)
-        return int(UNPACKED * sum(size for package, size in sizes.items() if package not in present))
+            requirements = _lines(self.log.with_suffix(".txt"), lines)
+            stored = store.find_links(read_lock(self.request.lock).packages if self.request.lock else ())
+            flags = ("--no-deps", "--require-hashes", "--python", str(self.python), *self.sources, *stored)
+            self.uv("pip", "install", "--quiet", *flags, "-r", requirements, keep_open=held)
 
     def run_script(self, script: Path) -> None:
         """Run the request's script in the environment; its output goes into the log."""
@@ -152,10 +144,8 @@ class Installation:
     def sources(self) -> list[str]:
         request = self.request
         flags = ["--no-build"] if request.only_wheels else []
-        if request.offline:
-            flags += ["--offline", "--no-index"]
-        if request.index and not request.offline:
-            flags += ["--index", request.index]
+        index = ["--index", request.index] if request.index else []
+        flags += ["--offline", "--no-index"] if request.offline else index
         return flags + [part for place in request.find_links for part in ("--find-links", place)]
 
     def resolve(self, out: Path, python: str | Path) -> None:
@@ -167,11 +157,8 @@ class Installation:
         if self.request.overrides is not None:
             flags += ["--override", self.request.overrides]
         if self.request.forced:
-            forced = out.with_suffix(".overrides.txt")
-            forced.write_text("".join(f"{text}\n" for text in self.request.forced), encoding="utf-8")
-            flags += ["--override", forced]
-        requirements = out.with_suffix(".in")
-        requirements.write_text("".join(f"{text}\n" for text in self.request.requirements), encoding="utf-8")
+            flags += ["--override", _lines(out.with_suffix(".overrides.txt"), self.request.forced)]
+        requirements = _lines(out.with_suffix(".in"), self.request.requirements)
         self.uv(
             *("pip", "compile", requirements, "--quiet", *PYLOCK, "--format", "pylock.toml", "--no-header"),
             *("--output-file", out, "--python", python, *flags, *self.sources),
@@ -196,3 +183,8 @@ class Installation:
         absent = any(words in output for words in CANNOT_EXIST) and not any(w in output for w in NOT_REACHED)
         kind = NotInstallable if absent else BuildError
         return kind(f"{self.request.title}: {what} (log: {self.log})", self.log, tail)
+
+
+def _lines(path: Path, lines: Iterable[str]) -> Path:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path

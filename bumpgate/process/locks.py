@@ -70,21 +70,15 @@ def device_lock(lane: Lane, say: Callable[[str], None], gpus: Sequence[str] = ()
     if lane.device == "cuda":
         names = [f"cuda-{gpu}" for gpu in lock_names(gpus or used_gpus(lane.count))]
     with ExitStack() as stack:
-        for name in names:
-            stack.enter_context(_one_device(name, say))
-        yield
-
-
-@contextmanager
-def _one_device(device: str, say: Callable[[str], None]) -> Iterator[None]:
-    name = re.sub(r"[^A-Za-z0-9.+-]+", "-", device).strip("-")
-    path = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gate-{name}"
-    with path.open("a+") as lock:
-        if not try_lock(lock):
-            lock.seek(0)
-            say(f"device {device} is in use by process {lock.read().strip() or '?'}; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        for device in names:
+            name = re.sub(r"[^A-Za-z0-9.+-]+", "-", device).strip("-")
+            path = Path(tempfile.gettempdir()) / f"bumpgate-{os.getuid()}.gate-{name}"
+            lock = stack.enter_context(path.open("a+"))
+            if not try_lock(lock):
+                lock.seek(0)
+                say(f"device {device} is in use by process {lock.read().strip() or '?'}; waiting for it")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
         yield

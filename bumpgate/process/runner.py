@@ -118,17 +118,17 @@ class LaneCall:
 
     def read(self, code: int, seconds: float, timeout: float | None) -> LaneRun:
         """Read the result of the run."""
-        found, failure = None, ""
         try:
-            found = read_record(self.record)
+            found: Record | None = read_record(self.record)
         except BumpgateError:
-            failure = _last_words(self.output)
+            found = None
         if found and "started" not in found.provenance:  # it ended before it began to collect
-            found, failure = None, _last_words(self.output)
+            found = None
         if code == USAGE and found and found.problems:
             code = INTERRUPTED  # a file cannot be collected: USAGE only because the selection names its tests
         elif code == USAGE:
-            found, failure = None, _last_words(self.output)
+            found = None
+        failure = "" if found else _last_words(self.output)
         if found and found.problems and not found.complete and not found.judgements:
             # A run that collected nothing: its problem is the cause, and an empty record would be read as lost rows.
             failure, found = str(found.problems[0]), None
@@ -175,8 +175,9 @@ def options_of(selection: Sequence[str], record: Record | None) -> list[str]:
 
 
 def by_hand(python: Path, root: Path, command: str, options: Sequence[str]) -> str:
-    """Return a line for a shell in `root` that runs `pytest ...` as `run_lane` does: in that interpreter, with the
-    options of the selection, and in another repository than bumpgate's with the plugin of this bumpgate.
+    """Return a line for a shell in `root` that runs `pytest ...` as `run_lane` does.
+
+    It names that interpreter, the options of the selection, and in other repositories the plugin of this bumpgate.
     """
     paths, plugin = "", ""
     if lanes.is_foreign(root):

@@ -125,7 +125,8 @@ def test_empty_selection_is_not_green(lane: Project, workers: str) -> None:
 def test_child_of_a_gate_declares_a_selection_only(lane: Project) -> None:
     for arguments, part in ((["suites/compile"], [1, 2]), ([], None)):
         record = lane.root / f"{len(arguments)}.json"
-        run = run_lane(Path(sys.executable), lane.root, "cpu", arguments, record, check_import=False)
+        call = LaneCall(Path(sys.executable), lane.root, "cpu", arguments, record)
+        run = run_lane(call, check_import=False)
         assert (run.code, run.failure) == (0, ""), run.log.read_text()
         assert run.record
         assert not run.record.red
