@@ -109,15 +109,15 @@ def audit(file: WheelFile, target: Target, smoke: Smoke | None = None) -> Audit:
 
     smoke: the cases that run it.
     """
-    if fault := _file_fault(file, target):
-        return Audit(file.path, (fault,))
     try:
         with (
             one_fault("cannot be audited"),
             tempfile.TemporaryDirectory(prefix="bumpgate-wheel-") as folder,
-            zipfile.ZipFile(file.path) as archive,
         ):
-            archive.extractall(folder)
+            if fault := _file_fault(file, target):
+                return Audit(file.path, (fault,))
+            with zipfile.ZipFile(file.path) as archive:
+                archive.extractall(folder)
             wheel = _distribution(Path(folder), file.path)
             faults = (*_binary_faults(wheel, target), *abi.audit(wheel, target.found))
             return Audit(file.path, faults) if faults else _run(file, wheel, Path(folder), target, smoke)
