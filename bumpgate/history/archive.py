@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta, timezone
@@ -46,9 +46,10 @@ class Added(NamedTuple):
 
 @dataclass(frozen=True)
 class Point:
-    """One reading of a row. when: the start of its run, ISO 8601 in UTC. commit: of the work tree.
+    """One reading of a row.
 
-    timed: with an interval. host_class: device, processor and cores; None if the record lacks them.
+    when: the start of its run, ISO 8601 in UTC. commit: of the work tree. timed: with an interval.
+    host_class: device, processor and cores; None if the record lacks them.
     """
 
     when: str
@@ -84,14 +85,13 @@ class Archive:
         try:
             self._url = self.sql.engine.make_url(url)
         except (self.sql.exc.ArgumentError, ValueError):
-            raise ArchiveError(
-                f"--store {one_line(url)!r}: not a database URL such as sqlite:///history.sqlite"
-            ) from None
-        self.name = (
-            self._url.database or ""
-            if self._is_file
-            else redacted(self._url.render_as_string(hide_password=True))
-        )
+            why = "not a database URL such as sqlite:///history.sqlite"
+            raise ArchiveError(f"--store {one_line(url)!r}: {why}") from None
+        self._is_file = self._url.get_backend_name() == "sqlite"
+        self.name = str(self._url.database or "")
+        if not self._is_file:
+            self.name = redacted(self._url.render_as_string(hide_password=True))
+        self.tables = schema.tables(self.sql)
 
     def add(self, path: Path, found: Record | GateFile | None = None) -> Added:
         """Store a record, or a gate with both of its records. found: what the file holds, if it was read already."""
@@ -115,31 +115,25 @@ class Archive:
             keys = [row.key for row in connection.execute(query)]
             if len(keys) != 1 or not key:
                 what = f"the start of {len(keys)} findings" if keys and key else "not a finding"
-                raise FindingError(
-                    f"{key!r} is {what} in {self.name}; list them with: bumpgate findings list"
-                )
+                fix = "list them with: bumpgate findings list"
+                raise FindingError(f"{key!r} is {what} in {self.name}; {fix}")
             connection.execute(self.sql.update(found).where(found.c.key == keys[0]).values(**values))
             known = known_findings.read(self.sql, self.tables, connection)
         return next(k for k in known if k.key == keys[0])
 
     def points(self, row: str, lane: str = "", days: int = 0) -> list[Point]:
         """Return every reading of a row, oldest first. lane: only this one's. days: only the last ones, 0 for all."""
-        runs, readings = self.tables["runs"], self.tables["readings"]
-        query = self._select().where(readings.c.row == row)
-        if lane:
-            query = query.where(runs.c.lane == lane)
-        if days:
-            query = query.where(runs.c.started >= _utc(today() - timedelta(days)))
+        query = self._readings(lane, today() - timedelta(days) if days else None)
         with self.reading() as connection:
-            return [_point(found) for found in connection.execute(query)]
+            return list(map(_point, connection.execute(query.where(self.tables["readings"].c.row == row))))
 
     def nights(self, start: date, lane: str = "") -> Iterator[Any]:
         """Yield the readings since a day, oldest first, but those of adopted sides of gates. lane: only this one's."""
-        runs, gates = self.tables["runs"], self.tables["gates"]
-        sides = self.sql.select(gates.c.adopted).where(gates.c.adopted.is_not(None))
-        query = self._select().where(runs.c.started >= _utc(start), runs.c.id.not_in(sides))
+        adopted = self.tables["gates"].c.adopted
+        sides = self.sql.select(adopted).where(adopted.is_not(None))
         with self.reading() as connection:
-            yield from connection.execute(query.where(runs.c.lane == lane) if lane else query)
+            query = self._readings(lane, start).where(self.tables["runs"].c.id.not_in(sides))
+            yield from connection.execute(query)
 
     def drifted(
         self, lane: str, rows: Sequence[str], days: int, day: date
@@ -149,49 +143,43 @@ class Archive:
         Only candidates that could be adopted within the last `days` count: a rejected one is not in use.
         """
         gates, ratios = self.tables["gates"], self.tables["ratios"]
-        query = (
-            self.sql.select(gates.c.started, ratios.c.row, ratios.c.drift)
-            .select_from(ratios.join(gates, ratios.c.gate == gates.c.id))
-            .where(*self._adoptable(lane))
-            .where(gates.c.started >= _utc(day - timedelta(days)), ratios.c.drift.is_not(None))
-            .order_by(gates.c.started, gates.c.id)
-        )
+        query = self._adoptable(lane, ratios, ratios.c.gate == gates.c.id, ratios.c.row, ratios.c.drift)
+        query = query.where(gates.c.started >= _utc(day - timedelta(days)), ratios.c.drift.is_not(None))
         by_day: dict[str, dict[date, float]] = {row: {} for row in rows}
         with self.reading() as connection:
             for started, row, reading in connection.execute(query):
                 if row in by_day:
                     by_day[row][datetime.fromisoformat(started).date()] = reading
         return {
-            row: tuple(DriftReading(*pair) for pair in sorted(found.items())) for row, found in by_day.items()
+            r: tuple(DriftReading(*pair) for pair in sorted(found.items())) for r, found in by_day.items()
         }
 
     def adopted(self, lane: str) -> list[tuple[date, str]]:
         """Return (day, torch) of every candidate that passed a gate of the whole lane, oldest first."""
-        gates, runs = self.tables["gates"], self.tables["runs"]
-        query = (
-            self.sql.select(gates.c.started, runs.c.torch)
-            .select_from(gates.join(runs, gates.c.candidate == runs.c.id))
-            .where(*self._adoptable(lane))
-            .order_by(gates.c.started, gates.c.id)
-        )
+        runs = self.tables["runs"]
+        query = self._adoptable(lane, runs, self.tables["gates"].c.candidate == runs.c.id, runs.c.torch)
         with self.reading() as connection:
             return [
                 (datetime.fromisoformat(day).date(), torch or "") for day, torch in connection.execute(query)
             ]
 
-    def _adoptable(self, lane: str) -> tuple[Any, ...]:
-        """Return the conditions of a gate whose candidate could be adopted; a gate of a part of a lane is not one."""
+    def _adoptable(self, lane: str, table: Any, join: Any, *columns: Any) -> Any:
+        """Select from gates whose candidate could be adopted; a gate of a part of a lane is not one."""
         gates = self.tables["gates"]
-        return gates.c.lane == lane, gates.c.decision == Decision.ADOPT.name, gates.c.whole.is_(True)
+        found = self.sql.select(gates.c.started, *columns).select_from(gates.join(table, join))
+        passed = gates.c.lane == lane, gates.c.decision == Decision.ADOPT.name, gates.c.whole.is_(True)
+        return found.where(*passed).order_by(gates.c.started, gates.c.id)
 
-    def _select(self) -> Any:
+    def _readings(self, lane: str, start: date | None) -> Any:
+        """Select the readings of a lane, "" for all, since a day, oldest first."""
         runs, readings = self.tables["runs"], self.tables["readings"]
         joined = readings.join(runs, readings.c.run == runs.c.id)
-        return self.sql.select(runs, readings).select_from(joined).order_by(runs.c.started, runs.c.id)
+        query = self.sql.select(runs, readings).select_from(joined).order_by(runs.c.started, runs.c.id)
+        query = query.where(runs.c.lane == lane) if lane else query
+        return query.where(runs.c.started >= _utc(start)) if start else query
 
     def _add_gate(self, connection: Any, gate: GateFile) -> tuple[int, bool]:
         """Return the gate's number, and whether it is new."""
-        gates = self.tables["gates"]
         if not gate.finished:
             raise ArchiveError("gate.json: the gate was cut short: finish it with --resume")
         adopted, candidate = (
@@ -201,34 +189,40 @@ class Archive:
         ratios = [_ratio(row, gate) for row in dict.fromkeys((*gate.timed, *gate.readings))]
         # A gate that was resumed has more sessions, and so another digest: it is a later state of the same gate.
         digest = _digest([gate.lane, gate.decision.name, gate.started, adopted, candidate, ratios])
-        known = connection.execute(self.sql.select(gates.c.id).where(gates.c.digest == digest)).first()
-        if known:
-            return int(known.id), False
-        fields: dict[str, Any] = {"digest": digest, "lane": gate.lane, "decision": gate.decision.name}
-        fields |= {"started": _started(gate.started, "gate.json"), "adopted": adopted, "candidate": candidate}
+        fields: dict[str, Any] = {"lane": gate.lane, "decision": gate.decision.name}
+        fields |= {"started": gate.started, "adopted": adopted, "candidate": candidate}
         fields |= known_findings.gate_fields(gate)
-        made = connection.execute(self.sql.insert(gates).values(**fields)).inserted_primary_key[0]
-        if ratios:
+        made, new = self._insert(connection, "gates", digest, fields, "gate.json")
+        if new and ratios:
             connection.execute(self.sql.insert(self.tables["ratios"]), [r | {"gate": made} for r in ratios])
-        known_findings.write(self.sql, self.tables, connection, made, gate)
-        return int(made), True
+        if new:
+            known_findings.write(self.sql, self.tables, connection, made, gate)
+        return made, new
 
     def _add_record(self, connection: Any, record: Record, name: str) -> tuple[int, bool]:
         """Return the run's number, and whether it is new."""
-        runs = self.tables["runs"]
         p = record.provenance
         digest = _digest([dict(p), [j.to_json() for j in record.judgements]])
-        known = connection.execute(self.sql.select(runs.c.id).where(runs.c.digest == digest)).first()
-        if known:
-            return int(known[0]), False
-        fields: dict[str, Any] = {column: _text(p.get(column)) for column in TEXTS}
-        fields |= {"digest": digest, "started": _started(p.get("started"), name), "red": record.red}
-        fields["host_class"] = _host_class(p)
-        made = int(connection.execute(self.sql.insert(runs).values(**fields)).inserted_primary_key[0])
+        fields = {column: None if p.get(column) is None else str(p[column]) for column in TEXTS}
+        cores = None if p.get("cores") is None else f"{p['cores']} cores"
+        host_class = ", ".join(map(str, filter(None, (p.get("device"), p.get("cpu"), cores)))) or None
+        more = {"started": p.get("started"), "red": record.red, "host_class": host_class}
+        made, new = self._insert(connection, "runs", digest, fields | more, name)
         readings = [_reading(made, j) for j in record.judgements if not j.row.unmeasured]
-        if readings:
+        if new and readings:
             connection.execute(self.sql.insert(self.tables["readings"]), readings)
-        return made, True
+        return made, new
+
+    def _insert(
+        self, connection: Any, table: str, digest: str, fields: dict[str, Any], name: str
+    ) -> tuple[int, bool]:
+        """Return the number of a run or gate, and whether it is new. name: of its file."""
+        found = self.tables[table]
+        known = connection.execute(self.sql.select(found.c.id).where(found.c.digest == digest)).first()
+        if known:
+            return int(known.id), False
+        fields = fields | {"digest": digest, "started": _started(fields["started"], name)}
+        return int(connection.execute(self.sql.insert(found).values(**fields)).inserted_primary_key[0]), True
 
     @contextmanager
     def transaction(self) -> Iterator[Any]:
@@ -254,17 +248,8 @@ class Archive:
             why = one_line(getattr(error, "orig", None) or error)
             raise ArchiveError(f"{self.name}: {why}; name another one with --store") from None
         except UnicodeEncodeError as error:
-            raise ArchiveError(
-                f"{error.object!r} is not UTF-8, so no history has it: correct the option"
-            ) from None
-
-    @property
-    def _is_file(self) -> bool:
-        return bool(self._url.get_backend_name() == "sqlite")
-
-    @cached_property
-    def tables(self) -> dict[str, Any]:
-        return schema.tables(self.sql)
+            why = "is not UTF-8, so no history has it: correct the option"
+            raise ArchiveError(f"{error.object!r} {why}") from None
 
     @cached_property
     def _engine(self) -> Any:
@@ -274,11 +259,14 @@ class Archive:
         try:
             engine = sql.create_engine(self._url, **options)
         except (sql.exc.NoSuchModuleError, ModuleNotFoundError) as error:
-            raise ArchiveError(
-                f"{self.name}: its database driver is not installed ({one_line(error)})"
-            ) from None
+            why = f"its database driver is not installed ({one_line(error)})"
+            raise ArchiveError(f"{self.name}: {why}") from None
         if self._is_file:
-            _lock_at_begin(sql, engine)
+            # Take SQLite's lock at the start: transactions that read first and write later would fail.
+            sql.event.listen(engine, "connect", lambda raw, _: setattr(raw, "isolation_level", None))
+            sql.event.listen(
+                engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE")
+            )
         meta = self.tables["meta"]
         with self._in_one_line(), engine.begin() as connection:
             _one_writer(connection)
@@ -291,24 +279,10 @@ class Archive:
             if not versions:
                 connection.execute(sql.insert(meta).values(version=VERSION))
             elif versions != [VERSION]:
-                raise ArchiveError(
-                    f"{self.name}: a history of version {versions[0]}, this bumpgate reads {VERSION}: name a new"
-                    " --store, and add its records and gates again"
-                )
+                why = f"a history of version {versions[0]}, this bumpgate reads {VERSION}"
+                fix = "name a new --store, and add its records and gates again"
+                raise ArchiveError(f"{self.name}: {why}: {fix}")
         return engine
-
-
-def _lock_at_begin(sql: Any, engine: Any) -> None:
-    """Take SQLite's lock at the start: concurrent transactions that read first and write later would fail."""
-
-    def manual(connection: Any, record: Any) -> None:
-        connection.isolation_level = None
-
-    def begin(connection: Any) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-    sql.event.listen(engine, "connect", manual)
-    sql.event.listen(engine, "begin", begin)
 
 
 def _one_writer(connection: Any) -> None:
@@ -348,26 +322,9 @@ def _ratio(row: str, found: GateFile) -> dict[str, Any]:
 def _point(found: Any) -> Point:
     raw = loads(found.value)
     value = float(raw["float"]) if isinstance(raw, dict) else raw
-    return Point(
-        found.started,
-        found.lane,
-        value,
-        found.unit,
-        found.verdict,
-        bool(found.row_red),
-        found.torch,
-        found.torch_git,
-        found.commit,
-        found.device,
-        found.low is not None,
-        found.host_class,
-    )
-
-
-def _host_class(provenance: Mapping[str, Any]) -> str | None:
-    cores = provenance.get("cores")
-    stated = [provenance.get("device"), provenance.get("cpu"), None if cores is None else f"{cores} cores"]
-    return ", ".join(map(str, filter(None, stated))) or None
+    same = ("lane", "unit", "verdict", "torch", "torch_git", "commit", "device", "host_class")
+    fields = {name: getattr(found, name) for name in same}
+    return Point(found.started, value=value, red=bool(found.row_red), timed=found.low is not None, **fields)
 
 
 def _started(raw: object, name: str) -> str:
@@ -391,7 +348,3 @@ def _digest(content: Any) -> str:
 
 def _finite(value: object) -> float | None:
     return float(value) if is_finite(value) else None
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)

@@ -19,7 +19,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
 from bumpgate.core.errors import BumpgateError, loads
-from bumpgate.core.findings import NO_REGRESSION, Decision, Finding, TimedOutcome
+from bumpgate.core.findings import NO_REGRESSION, Decision, TimedOutcome
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Verdict
 from bumpgate.env.freeze import changes
@@ -41,10 +41,10 @@ class FindingError(BumpgateError):
 class Known:
     """One remembered finding, as of the latest gate of its lane and package.
 
-    first, last: start of the first and the last gate that showed it. gone: start of the gate that showed it gone; None
-    if it is open. gates: how many showed it. state: in the latest gate. added: rows that the gate before did not show.
-    rows ... moved: of the last gate that showed it. module: the file of its test; moved: the packages that differ
-    between the sides.
+    first, last: start of the first and the last gate that showed it. gates: how many showed it.
+    gone: start of the gate that showed it gone; None if it is open. state: in the latest gate.
+    added: rows that the gate before did not show. rows ... moved: of the last gate that showed it.
+    module: the file of its test. moved: the packages that differ between the sides.
     """
 
     key: str
@@ -76,11 +76,6 @@ class Known:
         return " ".join(filter(None, (self.label, self.metric, self.head)))
 
 
-def blocking(gate: GateFile) -> list[Finding]:
-    """Return the findings that keep a gate from ADOPT."""
-    return [f for f in gate.findings if f.decision is not Decision.ADOPT]
-
-
 def package_of(config: Mapping[str, Any]) -> str:
     """Return the package that a gate judges; "" for an interpreter as it is."""
     text = str(config.get("candidate") or "")
@@ -107,7 +102,7 @@ def write(sql: Any, tables: Mapping[str, Any], connection: Any, made: int, gate:
     tests = {j.row.id: j.row.test for r in records if r for j in r.judgements}
     package = package_of(gate.config)
     seen: dict[str, int] = {}
-    for f in blocking(gate):
+    for f in (f for f in gate.findings if f.decision is not Decision.ADOPT):
         signature = [gate.lane, package, f.label, f.metric, NUMBER.sub("#", f.head)]
         again = seen[str(signature)] = seen.get(str(signature), 0) + 1
         # Two findings of one gate that differ in a number only remain two.
@@ -115,15 +110,14 @@ def write(sql: Any, tables: Mapping[str, Any], connection: Any, made: int, gate:
         if not connection.execute(sql.select(found.c.key).where(found.c.key == key)).first():
             fields = {"key": key, "lane": gate.lane, "package": package, "label": f.label, "metric": f.metric}
             connection.execute(sql.insert(found).values(**fields))
-        detail = {
+        tested = next((tests[row] for row in f.rows if tests.get(row)), "") or next(iter(f.tests), "")
+        detail: dict[str, Any] = {
             "rows": f.rows,
             "adopted": f.adopted[:EVIDENCE],
             "candidate": f.candidate[:EVIDENCE],
-            "head": f.head,
-            "repro": f.repro,
-            "decision": f.decision.name,
-            "module": _module(f, tests),
         }
+        detail |= {"head": f.head, "repro": f.repro, "decision": f.decision.name}
+        detail["module"] = tested.partition("::")[0]
         values = {"gate": made, "finding": key, "detail": json.dumps(detail)}
         connection.execute(sql.insert(sightings).values(**values))
 
@@ -160,20 +154,20 @@ def read(
             one.state, one.added = (GONE, ()) if gone else (UNMEASURED, ())
             one.gone = gate.started if gone else None
         if gate.id == until:
-            shown = [k for k in known.values() if not k.gone or k.gone == gate.started]
-            return sorted(shown, key=lambda k: (k.gone is not None, k.first, k.key))
+            known = {key: one for key, one in known.items() if one.gone in (None, gate.started)}
+            break
     return sorted(known.values(), key=lambda k: (k.gone is not None, k.first, k.key))
 
 
 def _see(one: Known, gate: Any, detail: Mapping[str, Any]) -> None:
+    """Update a finding with a gate that shows it."""
     rows = tuple(detail["rows"])
     one.state = NEW if not one.gates else BACK if one.gone else STILL
     one.added = tuple(row for row in rows if row not in one.rows) if one.gates else ()
     one.first, one.last, one.gone = one.first or gate.started, gate.started, None
     one.gates += 1
-    one.rows, one.adopted, one.candidate = rows, tuple(detail["adopted"]), tuple(detail["candidate"])
-    for name in ("head", "repro", "decision", "module"):
-        setattr(one, name, detail[name])
+    for name, value in detail.items():
+        setattr(one, name, tuple(value) if isinstance(value, list) else value)
     one.moved = tuple(loads(gate.moved or "[]"))
 
 
@@ -197,12 +191,6 @@ def _measured(sql: Any, tables: Mapping[str, Any], connection: Any, gate: Any, o
         if not measured.issuperset(rest):
             return False
     return True
-
-
-def _module(f: Finding, tests: Mapping[str, str]) -> str:
-    """Return the file of a finding's first test; "" if it belongs to none."""
-    tested = next((tests[row] for row in f.rows if tests.get(row)), "")
-    return (tested or next(iter(f.tests), "")).partition("::")[0]
 
 
 def line(one: Known) -> str:

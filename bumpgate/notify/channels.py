@@ -40,7 +40,7 @@ class ChannelError(BumpgateError):
 
 @dataclass(frozen=True)
 class Posted:
-    """State of a topic in a channel. number, url: of its issue."""
+    """State of a topic in a channel, and its issue."""
 
     state: str
     digest: str
@@ -81,17 +81,18 @@ class GitHubIssues:
         self.name = f"github:{repository}"
         if not connect:
             return
-        base = _api_url()
+        base = os.environ.get("GITHUB_API_URL") or "https://api.github.com"
+        parts = urlsplit(base)
+        if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in LOOPBACK):
+            raise BumpgateError("GITHUB_API_URL is not an https URL")
         token = next((os.environ[name] for name in TOKENS if os.environ.get(name)), "").strip()
         if not token or not re.fullmatch(r"[!-~]+", token):
             raise BumpgateError(f"--github: put a token into the environment variable {TOKENS[0]}")
         self._github: Any = need("github", command="--github", extra="notify")
         _silence("github")
-        auth = self._github.Auth.Token(token)
         # A request that is repeated on its own could create an issue twice.
-        client = self._github.Github(
-            auth=auth, base_url=base.rstrip("/"), timeout=SECONDS, retry=None, lazy=True
-        )
+        options = {"base_url": base.rstrip("/"), "timeout": SECONDS, "retry": None, "lazy": True}
+        client = self._github.Github(auth=self._github.Auth.Token(token), **options)
         self._repository = client.get_repo(repository)
 
     def send(self, event: str, message: Message, before: Posted | None) -> Posted:
@@ -162,15 +163,6 @@ def chats() -> list[Chat]:
     if not urls:
         raise BumpgateError(f"--apprise: put the channels' URLs into the environment variable {URLS}")
     return [Chat(url, f"URL {n} of {URLS}") for n, url in enumerate(urls, 1)]
-
-
-def _api_url() -> str:
-    """Return the https URL of GitHub's API, or any URL of this machine. Raises BumpgateError, without the URL."""
-    url = os.environ.get("GITHUB_API_URL") or "https://api.github.com"
-    parts = urlsplit(url)
-    if parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK):
-        return url
-    raise BumpgateError("GITHUB_API_URL is not an https URL")
 
 
 def fenced(text: str) -> str:

@@ -47,16 +47,10 @@ def command(
         raise BumpgateError("name a channel: --github OWNER/REPOSITORY or --apprise")
     targets: list[Channel] = [channels.GitHubIssues(github, connect=not dry_run)] if github else []
     targets += channels.chats() if apprise else []
-    if dry_run:
-        found = _prepare(archive, lane, bisect, keep=False)
-        for channel in targets:
-            _preview(archive, channel, found)
-        return
-    folder = home()
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "notify.lock"):  # another one of this user would send the same messages
-        found = _prepare(archive, lane, bisect, keep=True)
-        delivered = [_deliver(archive, channel, found) for channel in targets]
+    home().mkdir(parents=True, exist_ok=True)
+    with FileLock(home() / "notify.lock"):  # another one of this user would send the same messages
+        found = _prepare(archive, lane, bisect, keep=not dry_run)
+        delivered = [_deliver(archive, channel, found, dry_run) for channel in targets]
     if not all(delivered):
         raise typer.Exit(FAILED)
 
@@ -115,38 +109,29 @@ def _waiting(
     with archive.transaction() as connection:
         rows = connection.execute(archive.sql.select(table).where(table.c.channel == channel.name))
         posts = {row.topic: Posted(row.state, row.digest, row.number, row.url) for row in rows}
-    all_ = ((m, due(m, posts.get(m.topic), channel.updates), posts.get(m.topic)) for m in found)
-    return [(message, event, before) for message, event, before in all_ if event]
+    lacks = [(m, due(m, posts.get(m.topic), channel.updates), posts.get(m.topic)) for m in found]
+    return [each for each in lacks if each[1]]
 
 
-def _preview(archive: Archive, channel: Channel, found: Sequence[Message]) -> None:
-    waiting = _waiting(archive, channel, found)
-    for message, event, _ in waiting:
-        typer.echo(f"{channel.name}: would be {event}: {message.title}\n{message.text}\n")
-    if not waiting:
-        typer.echo(f"{channel.name}: nothing new")
-
-
-def _deliver(archive: Archive, channel: Channel, found: Sequence[Message]) -> bool:
-    """Send what a channel lacks; return False, with one line, at its first failure."""
+def _deliver(archive: Archive, channel: Channel, found: Sequence[Message], dry_run: bool) -> bool:
+    """Send what a channel lacks, or print it; return False, with one line, at its first failure."""
     sql, table = archive.sql, archive.tables["posts"]
     waiting = _waiting(archive, channel, found)
     for sent, (message, event, before) in enumerate(waiting):
+        if dry_run:
+            typer.echo(f"{channel.name}: would be {event}: {message.title}\n{message.text}\n")
+            continue
         try:
             posted = channels.send(channel, event, message, before)
         except ChannelError as error:
             left = len(waiting) - sent
-            typer.echo(
-                f"bumpgate: {channel.name}: {error}; {left} message{'s' * (left != 1)} not sent: "
-                "the next bumpgate notify sends them",
-                err=True,
-            )
+            unsent = f"{left} message{'s' * (left != 1)} not sent: the next bumpgate notify sends them"
+            typer.echo(f"bumpgate: {channel.name}: {error}; {unsent}", err=True)
             return False
+        key = {"topic": message.topic, "channel": channel.name}
         with archive.transaction() as connection:
-            old = (table.c.topic == message.topic, table.c.channel == channel.name)
-            connection.execute(sql.delete(table).where(*old))
-            new = {"topic": message.topic, "channel": channel.name, **vars(posted)}
-            connection.execute(sql.insert(table).values(**new))
+            connection.execute(sql.delete(table).filter_by(**key))
+            connection.execute(sql.insert(table).values(**key, **vars(posted)))
         number = f" #{posted.number}" if posted.number else ""
         typer.echo(f"{channel.name}{number}: {event}: {message.title}")
     if not waiting:

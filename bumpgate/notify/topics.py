@@ -53,11 +53,11 @@ def assign(known: Sequence[Known]) -> dict[str, str]:
     existing = {one.topic for one in known if one.topic}
     fresh = [one for one in known if not one.gone and not one.topic]
     out = {one.key: cause(one) for one in fresh}
-    for subject in {(one.lane, one.package) for one in fresh}:
-        late = [one for one in fresh if (one.lane, one.package) == subject and out[one.key] not in existing]
+    for lane, package in {(one.lane, one.package) for one in fresh}:
+        late = [one for one in fresh if (one.lane, one.package) == (lane, package)]
+        late = [one for one in late if out[one.key] not in existing]
         if len({out[one.key] for one in late}) > STORM:
             day = max(one.last for one in late)
-            lane, package = subject
             storm = f"{lane}, {package or 'interpreter'}: many causes at once on {day[:16]}"
             out |= {one.key: storm for one in late}
     return out
@@ -85,17 +85,15 @@ def answer(raw: Mapping[str, Any]) -> str:
 
 def answered(raw: Mapping[str, Any], known: Iterable[Known]) -> set[str]:
     """Return the open topics that share a row with what a bisect followed, or its test if it has no rows."""
-    rows = {row for f in raw["findings"] for row in f["rows"]}
-    tests = " ".join(
-        line for f in raw["findings"] for line in (f["repro"], *f.get("candidate", f.get("bad", ())))
-    )
-    return {
-        one.topic
-        for one in known
-        if one.topic
-        and not one.gone
-        and (rows.intersection(one.rows) or (not one.rows and one.module and one.module in tests))
-    }
+    found = raw["findings"]
+    rows = {row for f in found for row in f["rows"]}
+    tests = " ".join(line for f in found for line in (f["repro"], *f.get("candidate", f.get("bad", ()))))
+    topics = set()
+    for one in known:
+        same = rows.intersection(one.rows) or (not one.rows and one.module and one.module in tests)
+        if one.topic and not one.gone and same:
+            topics.add(one.topic)
+    return topics
 
 
 def _message(topic: str, found: list[Known], answer: str) -> Message:
@@ -104,9 +102,8 @@ def _message(topic: str, found: list[Known], answer: str) -> Message:
     rows = {row for one in shown for row in one.rows}
     count = f"{len(rows)} rows" if len(rows) != 1 else "1 row"
     verdict = "" if any(one.decision == Decision.HOLD.name for one in shown) else " (no verdict)"
-    dates = (
-        f"First seen {min(one.first for one in found)[:10]}, last seen {max(one.last for one in found)[:10]}."
-    )
+    first, latest = min(one.first for one in found)[:10], max(one.last for one in found)[:10]
+    dates = f"First seen {first}, last seen {latest}."
     if not still:
         dates += f" Gone since the gate of {max(str(one.gone) for one in found)[:10]}."
     last = max(shown, key=lambda one: one.last)

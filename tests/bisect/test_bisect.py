@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support import builds, golden
-from tests.support.builds import CRASHES, JUDGE, RAISES, Ran, bisecting, host_pytest, make_builds
+from tests.support.builds import (
+    CRASHES,
+    JUDGE,
+    RAISES,
+    Bisect,
+    answer_of,
+    bisecting,
+    host_pytest,
+    make_builds,
+)
 from tests.support.lane_files import declare_lanes
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
 from tests.support.project import HEAD, REPO
 
 pytestmark = pytest.mark.long(64)
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """uv's cache and the environments, shared by the tests of this file."""
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
@@ -50,35 +49,19 @@ def torch_breaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalInde
         yield index
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    with bisecting(tmp_path) as call:
-        yield call
-
-
-def found(folder: Path) -> dict[str, Any]:
-    answer = json.loads((folder / "bisect.json").read_text())
-    assert isinstance(answer, dict)
-    return answer
-
-
 def test_triton_fault_is_attributed_to_triton(
-    run: Run, triton_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Bisect, triton_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By dates, with a missing week, a yanked build, one that raises at import and one that segfaults at import."""
     isolated(monkeypatch, cache, triton_breaks.url)
     arguments = ("--good", "2026-01-05", "--bad", "2026-03-23", "--command", JUDGE, "--out", "out")
     ran = run(*arguments)
     assert (ran.code, ran.err) == (0, "")
-    golden.check(
-        "bisect_triton", golden.transcript(["bisect", *arguments], *vars(ran).values(), {str(cache): "CACHE"})
-    )
-    answer = found(tmp_path / "out")
-    assert (answer["first"], answer["suspects"], answer["last"]) == (
-        "2.7.0",
-        ["2.5.0", "2.6.0", "2.7.0"],
-        "2.3.0",
-    )
+    names = {str(cache): "CACHE"}
+    golden.check("bisect_triton", golden.transcript(["bisect", *arguments], *vars(ran).values(), names))
+    answer = answer_of(tmp_path / "out")
+    assert (answer["suspects"], answer["first"]) == (["2.5.0", "2.6.0", "2.7.0"], "2.7.0")
+    assert answer["last"] == "2.3.0"
     assert answer["at_fault"] == [{"name": "triton", "old": "3.3.0", "new": "3.7.0"}]
     triton = "https://github.com/triton-lang/triton/compare"
     assert answer["compare"] == [f"{triton}/{builds.commit(3)}...{builds.commit(7)}"]
@@ -90,16 +73,15 @@ def test_triton_fault_is_attributed_to_triton(
 
 
 def test_torch_fault_and_its_fix_are_attributed_to_torch(
-    run: Run, torch_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Bisect, torch_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     isolated(monkeypatch, cache, torch_breaks.url)
     ran = run("--good", "2.0.0", "--bad", "2.11", "--command", JUDGE, "--out", "out")
-    answer = found(tmp_path / "out")
+    answer = answer_of(tmp_path / "out")
     assert (ran.code, answer["suspects"], answer["last"]) == (0, ["2.3.0"], "2.2.0")
     assert [change["name"] for change in answer["at_fault"]] == ["torch"]
-    assert answer["compare"] == [
-        f"https://github.com/pytorch/pytorch/compare/{builds.commit(2)}...{builds.commit(3)}"
-    ]
+    commits = f"{builds.commit(2)}...{builds.commit(3)}"
+    assert answer["compare"] == [f"https://github.com/pytorch/pytorch/compare/{commits}"]
     assert (answer["confirmed"], answer["sure"], answer["misreads"]) == (True, True, 0)
     read = [r["version"] for r in answer["readings"]]
     assert min(read.count("2.2.0"), read.count("2.3.0")) >= 2
@@ -107,13 +89,13 @@ def test_torch_fault_and_its_fix_are_attributed_to_torch(
     # The same wheels, with a test that fails without the fault: the fault is its fix.
     fixed = 'python -c "import torch; raise SystemExit(torch.graph_breaks() == 13)"'
     ran = run("--find-fix", "--bad", "2.0.0", "--good", "2.11.0", "--command", fixed, "--out", "fix")
-    answer = found(tmp_path / "fix")
+    answer = answer_of(tmp_path / "fix")
     assert (ran.code, answer["suspects"], answer["last"]) == (0, ["2.3.0"], "2.2.0")
     assert answer["at_fault"] == [{"name": "torch", "old": "2.2.0", "new": "2.3.0"}]
 
 
 def test_libraries_that_torch_pins_are_named_apart_from_it(
-    run: Run, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Bisect, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library, free = "nvidia-cudnn-cu13", "nvidia-ml-py"
     with LocalIndex(fake_wheel(tmp_path, name, "1.0") for name in ("numpy", "setuptools")) as index:
@@ -132,11 +114,9 @@ def test_libraries_that_torch_pins_are_named_apart_from_it(
         f"            with {library} 9.1 -> 9.2: pinned by it, not tried apart\n"
     )
     assert lines in ran.out
-    answer = found(tmp_path / "out")
-    assert ([change["name"] for change in answer["at_fault"]], answer["pinned"]) == (
-        [library, free, "torch"],
-        [library],
-    )
+    answer = answer_of(tmp_path / "out")
+    assert [change["name"] for change in answer["at_fault"]] == [library, free, "torch"]
+    assert answer["pinned"] == [library]
 
 
 SUITE = f"""{HEAD}
@@ -180,25 +160,13 @@ def test_lane_bisect_decides_by_rows_differing_between_ends(
 ) -> None:
     """One row is red at both endpoints, one only in between; neither misleads the search."""
     isolated(monkeypatch, cache, torch_breaks.url)
-    arguments = (
-        "--lane",
-        "cpu",
-        "--good",
-        "2.0.0",
-        "--bad",
-        "2.11.0",
-        "--out",
-        "out",
-        "--",
-        "suites",
-        "-n",
-        "0",
-    )
+    ends = ("--lane", "cpu", "--good", "2.0.0", "--bad", "2.11.0", "--out", "out")
+    arguments = (*ends, "--", "suites", "-n", "0")
     with bisecting(tree) as run:
         ran = run(*arguments)
     names = {str(cache): "CACHE", str(tree): "TREE"}
     golden.check("bisect_lane", golden.transcript(["bisect", *arguments], *vars(ran).values(), names))
-    answer = found(tree / "out")
+    answer = answer_of(tree / "out")
     assert (ran.code, answer["suspects"], answer["last"]) == (0, ["2.3.0"], "2.2.0")
     assert answer["deciding"] == ["compile/model/graph_breaks"]
     assert [change["name"] for change in answer["at_fault"]] == ["torch"]
@@ -207,7 +175,7 @@ def test_lane_bisect_decides_by_rows_differing_between_ends(
 
 
 def test_bisect_overhead_is_at_most_five_percent(
-    run: Run, torch_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Bisect, torch_breaks: LocalIndex, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Probes of a known duration in existing environments: the rest of the time is the bisect's overhead.
 
@@ -218,6 +186,6 @@ def test_bisect_overhead_is_at_most_five_percent(
     arguments = ("--good", "2.0.0", "--bad", "2.11.0", "--no-attribution", "--command")
     assert run(*arguments, JUDGE, "--out", "warm").code == 0
     assert run(*arguments, asleep, "--out", "out").code == 0
-    seconds = found(tmp_path / "out")["seconds"]
+    seconds = answer_of(tmp_path / "out")["seconds"]
     assert seconds["probes"] > 12
     assert seconds["overhead"] <= 0.05 * seconds["probes"], seconds

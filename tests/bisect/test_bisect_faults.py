@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -19,16 +18,9 @@ import pytest
 from bumpgate.bisect import bisection
 from suites.support.child import ROOT
 from tests.support import golden
-from tests.support.builds import JUDGE, RAISES, Ran, bisecting, make_builds, start
+from tests.support.builds import JUDGE, RAISES, Bisect, answer_of, bisecting, make_builds, start
 from tests.support.killing import KillPoints, check_every_kill_point, readings, run_loop
 from tests.support.local_index import LocalIndex, isolated
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +36,6 @@ def index(served: LocalIndex, cache: Path, monkeypatch: pytest.MonkeyPatch) -> I
     isolated(monkeypatch, cache, served.url)
     yield served
     served.fail(0)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    with bisecting(tmp_path) as call:
-        yield call
 
 
 ENDS = ("--good", "2.0.0", "--bad", "2.11.0")
@@ -78,14 +64,11 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_bisect_options_are_refused_before_install(
-    case: str, run: Run, index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, run: Bisect, index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
-    if case == "unknown_lane":  # lanes are declared in a repository
-        with bisecting(ROOT) as run:
-            ran = run(*REFUSED[case])
-    else:
-        ran = run(*REFUSED[case])
+    with bisecting(ROOT) as of_repository:  # it declares lanes
+        ran = (of_repository if case == "unknown_lane" else run)(*REFUSED[case])
     assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran
     golden.check(f"bisect_{case}", golden.transcript(["bisect", *REFUSED[case]], ran.code, ran.out, ran.err))
     assert list(tmp_path.iterdir()) == [], "files remain"
@@ -104,8 +87,6 @@ def test_bisect_refuses_empty_selection(
     selection: tuple[str, ...], words: str, index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
-    from tests.support.tree import ROOT
-
     with bisecting(ROOT) as call:
         ran = call(*ENDS, "--lane", "cpu", "--out", str(tmp_path / "out"), "--", *selection)
     assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran
@@ -114,45 +95,39 @@ def test_bisect_refuses_empty_selection(
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"),
+    ("name", "command"),
     [
-        (
-            "ends_swapped_in_fact",
-            ("--command", "{python} -c 'import torch; raise SystemExit(torch.graph_breaks() == 13)'"),
-        ),
-        ("good_end_is_bad", ("--command", "false")),
-        ("bad_end_is_good", TRUE),
-        ("cannot_be_run", ("--command", "no-such-program")),
-        ("strange_exit", ("--command", "exit 255")),
-        ("always_skipped", ("--command", "exit 125")),
+        ("ends_swapped_in_fact", "{python} -c 'import torch; raise SystemExit(torch.graph_breaks() == 13)'"),
+        ("good_end_is_bad", "false"),
+        ("bad_end_is_good", "true"),
+        ("cannot_be_run", "no-such-program"),
+        ("strange_exit", "exit 255"),
+        ("always_skipped", "exit 125"),
     ],
 )
 def test_endpoints_without_claimed_result_are_refused(
-    name: str, arguments: tuple[str, ...], run: Run, index: LocalIndex
+    name: str, command: str, run: Bisect, index: LocalIndex
 ) -> None:
-    ran = run(*ENDS, *arguments, "--out", "out")
+    ran = run(*ENDS, "--command", command, "--out", "out")
     assert (ran.code, len(ran.err.splitlines())) == (4, 1), ran
-    golden.check(
-        f"bisect_{name}", golden.transcript(["bisect", *ENDS, *arguments], ran.code, ran.out, ran.err)
-    )
+    line = ["bisect", *ENDS, "--command", command]
+    golden.check(f"bisect_{name}", golden.transcript(line, ran.code, ran.out, ran.err))
 
 
-def test_out_folder_holds_only_one_bisect(run: Run, index: LocalIndex, tmp_path: Path) -> None:
+def test_out_folder_holds_only_one_bisect(run: Bisect, index: LocalIndex, tmp_path: Path) -> None:
     judged = (*ENDS, "--command", JUDGE, "--no-attribution")
-    first = run(*judged, "--out", "out")
+    assert run(*judged, "--out", "out").code == 0
     state = (tmp_path / "out/state.jsonl").read_bytes()
-    again = run(*judged, "--out", "out")
-    other = run(*ENDS, "--command", "true", "--out", "out", "--resume")
-    for ran, words in (
-        (again, "out already holds a bisect: continue it with --resume"),
-        (other, "another bisect"),
+    for arguments, words in (
+        (judged, "out already holds a bisect: continue it with --resume"),
+        ((*ENDS, *TRUE, "--resume"), "another bisect"),
     ):
+        ran = run(*arguments, "--out", "out")
         assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran
         assert words in ran.err
-    assert (tmp_path / "out/state.jsonl").read_bytes() == state
     # A finished bisect prints its answer again, without probes.
     repeated = run(*judged, "--out", "out", "--resume")
-    assert repeated.code == first.code == 0
+    assert repeated.code == 0
     assert "first bad   torch 2.7.0" in repeated.out
     assert not re.search("^(GOOD|BAD) ", repeated.out, re.MULTILINE)
     assert (tmp_path / "out/state.jsonl").read_bytes() == state
@@ -176,24 +151,27 @@ def running_processes(marker: str) -> list[str]:
     return found
 
 
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for a condition; return whether it holds in time."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
 def settled(marker: str) -> bool:
     """Whether all processes with the marker end within a few seconds."""
-    for _ in range(50):
-        if not running_processes(marker):
-            return True
-        time.sleep(0.1)
-    return False
+    return until(lambda: not running_processes(marker), 5)
 
 
-def kill_after(process: subprocess.Popen[str], state: Path, lines: int, seconds: float) -> bool:
-    """Kill the process group `seconds` after the journal has grown by `lines`; return False if it ended before."""
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    def length() -> int:
-        return state.read_bytes().count(b"\n") if state.exists() else 0
 
-    target = length() + lines
-    while length() < target and process.poll() is None:
-        time.sleep(0.005)
+def kill_after(process: subprocess.Popen[str], state: Path, more: int, seconds: float) -> bool:
+    """Kill the process group `seconds` after the journal has grown by `more` lines; return False if it ended before."""
+    target = lines(state) + more
+    until(lambda: lines(state) >= target or process.poll() is not None, 120)
     time.sleep(seconds)
     if process.poll() is not None:
         return False
@@ -213,7 +191,7 @@ def test_resume_after_kill_9_loses_no_probe(index: LocalIndex, tmp_path: Path) -
     process = start(tmp_path, *arguments, "--resume")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    answer = json.loads((tmp_path / "out/bisect.json").read_text())
+    answer = answer_of(tmp_path / "out")
     assert kills >= 3
     assert (answer["suspects"], answer["last"]) == (["2.7.0"], "2.6.0")
     assert [change["name"] for change in answer["at_fault"]] == ["triton"]
@@ -229,10 +207,7 @@ def test_resume_after_kill_9_loses_no_probe(index: LocalIndex, tmp_path: Path) -
 def test_ctrl_c_exits_130_and_printed_command_resumes(index: LocalIndex, tmp_path: Path) -> None:
     process = start(tmp_path, *ENDS, "--command", slow_test_command(tmp_path))
     probed = tmp_path / "probed"
-    for _ in range(200):
-        if probed.exists() and len(probed.read_text().split()) >= 2:
-            break
-        time.sleep(0.05)
+    assert until(lambda: lines(probed) >= 2, 60)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
@@ -257,15 +232,12 @@ def test_answer_is_saved_before_attribution(index: LocalIndex, tmp_path: Path) -
     held = "test -d out/mixtures && ! test -e go && touch mixed && sleep 60"
     holds = f"{JUDGE}; code=$?; {held}; exit $code"
     process = start(tmp_path, *ENDS, "--command", holds, "--out", "out")
-    for _ in range(600):
-        if (tmp_path / "mixed").exists() or process.poll() is not None:
-            break
-        time.sleep(0.05)
+    until(lambda: (tmp_path / "mixed").exists() or process.poll() is not None, 60)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
     assert "first bad   torch 2.7.0" in out
-    saved = json.loads((tmp_path / "out/bisect.json").read_text())
+    saved = answer_of(tmp_path / "out")
     assert (saved["first"], saved["sure"], saved["attribution"]) == ("2.7.0", True, None)
     (tmp_path / "go").touch()
     process = start(tmp_path, *ENDS, "--command", holds, "--out", "out", "--resume")
@@ -274,7 +246,7 @@ def test_answer_is_saved_before_attribution(index: LocalIndex, tmp_path: Path) -
     assert "at fault    triton 3.6.0 -> 3.7.0, not torch" in out
 
 
-def test_killed_probe_gives_no_verdict_and_can_resume(run: Run, index: LocalIndex, tmp_path: Path) -> None:
+def test_killed_probe_gives_no_verdict_and_can_resume(run: Bisect, index: LocalIndex, tmp_path: Path) -> None:
     """Exit 125, no candidate is blamed; the same bisect succeeds once the index responds again."""
     dies = f"{JUDGE}; code=$?; test -e {tmp_path}/up || kill -9 $$; exit $code"
     arguments = (*ENDS, "--command", dies, "--out", "out", "--no-attribution")
@@ -287,7 +259,7 @@ def test_killed_probe_gives_no_verdict_and_can_resume(run: Run, index: LocalInde
     assert "first bad   torch 2.7.0" in ran.out
 
 
-def test_probe_timeout_gives_no_verdict(run: Run, index: LocalIndex) -> None:
+def test_probe_timeout_gives_no_verdict(run: Bisect, index: LocalIndex) -> None:
     ran = run(*ENDS, "--command", "sleep 30", "--timeout", "0.2", "--out", "out")
     assert ran.code == 125
     assert "torch 2.0.0: no end within 0 s" in ran.err
@@ -300,16 +272,8 @@ def test_kill_at_every_step_gives_the_same_answer(tmp_path: Path) -> None:
 def test_flaky_test_is_probed_again_until_settled(tmp_path: Path) -> None:
     """The good endpoint, a candidate in the middle and a mixture are misread once each."""
     runs: list[str] = []
-    result, blamed = run_loop(
-        tmp_path / "noisy",
-        KillPoints(),
-        runs,
-        misread=(1, 4, 20),
-        false_bad=0.1,
-        false_good=0.1,
-        confidence=0.99,
-    )
-    assert result is not None
+    noise = {"false_bad": 0.1, "false_good": 0.1, "confidence": 0.99}
+    result, blamed = run_loop(tmp_path / "noisy", KillPoints(), runs, misread=(1, 4, 20), **noise)
     assert (result.suspects, blamed) == ((7,), ["triton 3.6.0 -> 3.7.0"])
     assert result.misreads == 2
     assert len(runs) == sum(code is not None for code in readings(tmp_path / "noisy").values())

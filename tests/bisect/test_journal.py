@@ -20,22 +20,18 @@ from bumpgate.bisect.search import ProbeOutcome, Search, SearchError
 from tests.support.journaled_bisect import NIGHTS, PLAN, drive, read_candidate
 from tests.support.tree import ROOT
 
-
-@pytest.fixture
-def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable fsync for a thousand files; another test covers what is synced, and when."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+Whole = tuple[bytes, Search, Attribution]
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> tuple[bytes, Search, Attribution]:
+def whole(tmp_path: Path) -> Whole:
     """Return an uninterrupted run: its file, its search and its attribution."""
     with begin(tmp_path / "whole.jsonl", PLAN) as state:
         found = drive(state)
     return (tmp_path / "whole.jsonl").read_bytes(), state.search, found
 
 
-def test_complete_run_contains_every_kind_of_entry(whole: tuple[bytes, Search, Attribution]) -> None:
+def test_complete_run_contains_every_kind_of_entry(whole: Whole) -> None:
     """It has a skip, misreads, a repeat, a range as answer, and mixtures: the tests below truncate all of them."""
     text, searched, found = whole
     result = searched.result()
@@ -48,11 +44,11 @@ def test_complete_run_contains_every_kind_of_entry(whole: tuple[bytes, Search, A
     assert keys == {("probe",), ("index", "outcome"), ("mixture",), ("mixture", "outcome")}
 
 
-@pytest.mark.usefixtures("unsynced")
 def test_resume_after_truncation_at_any_byte_is_identical(
-    tmp_path: Path, whole: tuple[bytes, Search, Attribution]
+    tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file truncated after any byte is resumed to the same posterior, and ends with the same bytes."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # of a thousand files
     text, searched, found = whole
     header = text.index(b"\n")
     path = tmp_path / "cut.jsonl"
@@ -66,9 +62,8 @@ def test_resume_after_truncation_at_any_byte_is_identical(
             state = begin(path, PLAN)
         else:
             state = resume(path)
-        lines = [json.loads(line) for line in text[:cut].split(b"\n")[1:-1]]
         replayed = PLAN.search()
-        for line in lines:
+        for line in map(json.loads, text[:cut].split(b"\n")[1:-1]):
             if "index" in line:
                 replayed.record(line["index"], ProbeOutcome(line["outcome"]))
         assert state.search.history == replayed.history, cut
@@ -123,30 +118,17 @@ from bumpgate.bisect.journal import begin, resume
 from tests.support import journaled_bisect as t
 
 path, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-state = resume(path) if path.exists() else begin(path, t.PLAN)
-reads = 0
-real = t.read_candidate
-
-def read(searched, index):
-    global reads
-    reads += 1
-    if reads == kill_at:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(searched, index)
-
-t.read_candidate = read
-t.drive(state)
+left, real = iter(range(kill_at - 1, -1, -1)), t.read_candidate
+t.read_candidate = lambda *a: real(*a) if next(left) else os.kill(os.getpid(), signal.SIGKILL)
+t.drive(resume(path) if path.exists() else begin(path, t.PLAN))
 """
 
 
-def test_sigkill_loses_only_the_probe_in_progress(
-    tmp_path: Path, whole: tuple[bytes, Search, Attribution]
-) -> None:
+def test_sigkill_loses_only_the_probe_in_progress(tmp_path: Path, whole: Whole) -> None:
     path = tmp_path / "state.jsonl"
     for kill_at, code in ((4, -signal.SIGKILL), (3, -signal.SIGKILL), (1000, 0)):
-        done = subprocess.run(
-            [sys.executable, "-c", CHILD, str(path), str(kill_at)], cwd=ROOT, capture_output=True, text=True
-        )
+        command = [sys.executable, "-c", CHILD, str(path), str(kill_at)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == code, done.stderr
         assert whole[0].startswith(path.read_bytes())
     assert path.read_bytes() == whole[0]
@@ -191,22 +173,18 @@ def test_full_disk_leaves_search_and_file_unchanged(tmp_path: Path, monkeypatch:
         assert state.search.history == [(due[0], ProbeOutcome.GOOD)]
 
 
+HEADER = b'{"bumpgate": "bisect", "schema": '
+
+
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (b"", "start again"),
-        (b"# Notes\n", "not a state file"),
-        (b"[]\n", "not a state file"),
-        (b'{"bumpgate": "bisect", "schema": 2}\n', "not a state file"),
-        (b'{"bumpgate": "bisect", "schema": 1, "candidates": ["a"]}\n', "not a state file"),
-        (b"\xff\xfe\n", "not a state file"),
-    ],
+    "text",
+    [b"", b"# Notes\n", b"[]\n", HEADER + b"2}\n", HEADER + b'1, "candidates": ["a"]}\n', b"\xff\xfe\n"],
     ids=str,
 )
-def test_resume_refuses_foreign_files_and_keeps_them(text: bytes, words: str, tmp_path: Path) -> None:
+def test_resume_refuses_foreign_files_and_keeps_them(text: bytes, tmp_path: Path) -> None:
     path = tmp_path / "notes.md"
     path.write_bytes(text)
-    with pytest.raises(JournalError, match=words):
+    with pytest.raises(JournalError, match="not a state file" if text else "start again"):
         resume(path)
     if text:
         with pytest.raises(JournalError, match="exists"):
@@ -214,17 +192,11 @@ def test_resume_refuses_foreign_files_and_keeps_them(text: bytes, words: str, tm
     assert path.read_bytes() == text
 
 
+INDEX = b'{"index": 99, "outcome": "GOOD"}'
+
+
 @pytest.mark.parametrize(
-    "line",
-    [
-        b"{}",
-        b'{"index": 99, "outcome": "GOOD"}',
-        b'{"index": 1, "outcome": "FINE"}',
-        b"\0\0",
-        b"3",
-        b'{"probe": 1}',
-    ],
-    ids=str,
+    "line", [b"{}", INDEX, b'{"index": 1, "outcome": "FINE"}', b"\0\0", b"3", b'{"probe": 1}'], ids=str
 )
 def test_resume_names_a_damaged_line(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "state.jsonl"
@@ -247,10 +219,7 @@ def test_second_bisect_on_the_same_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_unopenable_state_file_is_reported_in_one_line(tmp_path: Path) -> None:
-    for attempt in (
-        lambda: resume(tmp_path / "none.jsonl"),
-        lambda: begin(tmp_path / "no" / "x.jsonl", PLAN),
-    ):
+    for attempt in (lambda: resume(tmp_path / "none"), lambda: begin(tmp_path / "no" / "x", PLAN)):
         with pytest.raises(JournalError, match="cannot be opened") as caught:
             attempt()
         assert "\n" not in str(caught.value)

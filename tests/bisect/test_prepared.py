@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import venv
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.builds import JUDGE, TORCH, Ran, bisecting
+from tests.support.builds import JUDGE, TORCH, Bisect, answer_of, bisecting
 
-Run = Callable[..., Ran]
 Make = Callable[..., None]
 
 
@@ -36,36 +34,21 @@ def make(tmp_path: Path) -> Make:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def run(tmp_path: Path) -> Iterator[Bisect]:
     with bisecting(tmp_path) as call:
-
-        def bisect(*arguments: str) -> Ran:
-            return call("--environments", "envs", "--command", JUDGE, "--out", "out", *arguments)
-
-        yield bisect
+        yield partial(call, "--environments", "envs", "--command", JUDGE, "--out", "out")
 
 
-def found(folder: Path) -> dict[str, Any]:
-    answer = json.loads((folder / "out" / "bisect.json").read_text())
-    assert isinstance(answer, dict)
-    return answer
-
-
-def test_first_bad_environment_and_package_are_found(run: Run, make: Make, tmp_path: Path) -> None:
+def test_first_bad_environment_and_package_are_found(run: Bisect, make: Make, tmp_path: Path) -> None:
     """torch and its CUDA library always move together, so they are blamed together and triton is not."""
     for week, broken in ((1, False), (2, False), (3, True), (4, True)):
-        make(
-            f"week-{week}",
-            torch_fault=broken,
-            torch=f"2.{week}.0+cu130",
-            triton=f"3.{week}.0",
-            cudart=f"13.{week}",
-        )
+        versions = {"torch": f"2.{week}.0+cu130", "triton": f"3.{week}.0", "cudart": f"13.{week}"}
+        make(f"week-{week}", torch_fault=broken, **versions)
     make("with-old-triton", torch_fault=True, torch="2.3.0+cu130", triton="3.2.0", cudart="13.3")
     make("with-new-triton", torch_fault=False, torch="2.2.0+cu130", triton="3.3.0", cudart="13.2")
     ran = run("--good", "2.1.0", "--bad", "2.4.0", "--false-bad", "0.001", "--false-good", "0.002")
     assert ran.code == 0, ran.err
-    answer = found(tmp_path)
+    answer = answer_of(tmp_path / "out")
     assert answer["first"] == "2.3.0+cu130"
     assert answer["noise"] == {"false_bad": 0.001, "false_good": 0.002}
     assert [change["name"] for change in answer["at_fault"]] == ["cudart", "torch"]
@@ -74,7 +57,7 @@ def test_first_bad_environment_and_package_are_found(run: Run, make: Make, tmp_p
     assert "envs/week-3/bin/python -c" in answer["repro"]
 
 
-def test_mixtures_are_read_again_under_the_stated_noise(run: Run, make: Make, tmp_path: Path) -> None:
+def test_mixtures_are_read_again_under_the_stated_noise(run: Bisect, make: Make, tmp_path: Path) -> None:
     make("old", torch_fault=False, torch="2.1.0", triton="3.1.0")
     make("new", torch_fault=True, torch="2.2.0", triton="3.2.0")
     make("with-old-triton", torch_fault=True, torch="2.2.0", triton="3.1.0")
@@ -84,7 +67,7 @@ def test_mixtures_are_read_again_under_the_stated_noise(run: Run, make: Make, tm
     for rate in ("0", "0.1"):
         ran = run(*ends, "--false-bad", rate, "--false-good", rate)
         assert ran.code == 0, ran.err
-        answer = found(tmp_path)
+        answer = answer_of(tmp_path / "out")
         assert [change["name"] for change in answer["at_fault"]] == ["torch"]
         probes[rate] = (answer["attribution"]["probes"], answer["attribution"]["mixtures"])
         shutil.rmtree(tmp_path / "out")
@@ -92,19 +75,22 @@ def test_mixtures_are_read_again_under_the_stated_noise(run: Run, make: Make, tm
     assert probes["0.1"][0] > probes["0.1"][1] == 4
 
 
-def test_missing_mixture_is_not_separable(run: Run, make: Make, tmp_path: Path) -> None:
+def make_two(make: Make) -> None:
     for week, broken in ((1, False), (2, True)):
         make(f"e{week}", torch_fault=broken, torch=f"2.{week}.0", triton=f"3.{week}.0")
+
+
+def test_missing_mixture_is_not_separable(run: Bisect, make: Make, tmp_path: Path) -> None:
+    make_two(make)
     make("e2-old-triton", torch_fault=True, torch="2.2.0", triton="3.1.0")
     ran = run("--good", "2.1.0", "--bad", "2.2.0")
     assert ran.code == 0, ran.err
-    assert not found(tmp_path)["attribution"]["separable"]
+    assert not answer_of(tmp_path / "out")["attribution"]["separable"]
     assert "not separable, 1 mixtures could not be run" in ran.out
 
 
-def test_bisect_of_prepared_environments_resumes(run: Run, make: Make, tmp_path: Path) -> None:
-    for week, broken in ((1, False), (2, True)):
-        make(f"e{week}", torch_fault=broken, torch=f"2.{week}.0", triton=f"3.{week}.0")
+def test_bisect_of_prepared_environments_resumes(run: Bisect, make: Make, tmp_path: Path) -> None:
+    make_two(make)
     assert run("--good", "2.1.0", "--bad", "2.2.0").code == 0
     again = run("--good", "2.1.0", "--bad", "2.2.0", "--resume")
     assert again.code == 0
@@ -114,17 +100,14 @@ def test_bisect_of_prepared_environments_resumes(run: Run, make: Make, tmp_path:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (
-            ("--find-links", "envs"),
-            "--environments gives the complete environment: leave out --index",
-        ),
+        (("--find-links", "envs"), "--environments gives the complete environment: leave out --index"),
         (("--package", "jax"), "--environments envs: no NAME/bin/python in it has jax installed"),
         (("--good", "1.0.0"), "torch 1.0.0 is not among the 1 versions here"),
         (("--command", "python 'x"), 'bumpgate: --command "python \'x": '),
     ],
 )
 def test_wrong_option_with_environments_is_one_line(
-    run: Run, make: Make, more: tuple[str, ...], words: str
+    run: Bisect, make: Make, more: tuple[str, ...], words: str
 ) -> None:
     make("e1", torch_fault=False, torch="2.1.0", triton="3.1.0")
     ran = run("--good", "2.1.0", "--bad", "2.2.0", *more)
@@ -133,7 +116,7 @@ def test_wrong_option_with_environments_is_one_line(
     assert len(ran.err.strip().splitlines()) == 1
 
 
-def test_environment_that_does_not_run_is_named(run: Run, make: Make, tmp_path: Path) -> None:
+def test_environment_that_does_not_run_is_named(run: Bisect, make: Make, tmp_path: Path) -> None:
     make("e1", torch_fault=False, torch="2.1.0", triton="3.1.0")
     python = tmp_path / "envs" / "e1" / "bin" / "python"
     python.unlink()

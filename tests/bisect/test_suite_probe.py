@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,40 +39,30 @@ def row(case: str, verdict: Verdict, *, better: str = "exact", gone: bool = Fals
     return Judgement(made, verdict, "")
 
 
-class Readings:
-    """Creates readings of suites in a folder."""
+Readings = Callable[..., Reading]
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.made = 0
 
-    def __call__(
-        self,
+@pytest.fixture
+def reading(tmp_path: Path) -> Readings:
+    """Return a function that creates readings of suites."""
+    places = itertools.count()
+
+    def make(
         *rows: Judgement,
         problems: Iterable[Any] = (),
         complete: bool = True,
         failure: str = "",
         code: int = 1,
         tests: Mapping[str, str] | None = None,
-        **fields: Any,
+        cause: str = "RAN",
     ) -> Reading:
-        self.made += 1
-        place = self.folder / str(self.made)
+        place = tmp_path / str(next(places))
         place.mkdir()
-        write_record(
-            place / "record.json",
-            {"lane": "cpu"},
-            rows,
-            complete=complete,
-            problems=map(Problem.from_json, problems),
-            tests=tests,
-        )
-        return Reading(place, Cause[fields.get("cause", "RAN")], code, failure)
+        found = [*map(Problem.from_json, problems)]
+        write_record(place / RECORD, {"lane": "cpu"}, rows, complete=complete, problems=found, tests=tests)
+        return Reading(place, Cause[cause], code, failure)
 
-
-@pytest.fixture
-def reading(tmp_path: Path) -> Readings:
-    return Readings(tmp_path)
+    return make
 
 
 @pytest.mark.parametrize(
@@ -109,52 +100,35 @@ def suite(reading: Readings) -> SuiteTest:
 def test_probe_decides_by_rows_red_only_at_bad_end(reading: Readings) -> None:
     test = suite(reading)
     assert test.deciding == ("compile/model/graph_breaks", "t.py::x")
-    cases = {
-        "all green": reading(row("model", GREEN), row("old", RED)),
-        "another fault": reading(row("model", GREEN), row("old", GREEN), row("new", RED)),
-        "the row": reading(row("model", RED)),
-        "the test": reading(row("model", GREEN), problems=["t.py::x: raised otherwise"]),
-        "the row is lost": reading(row("model", Verdict.MISSING, gone=True)),
-        "the row is lost, the test is red": reading(
-            row("model", Verdict.MISSING, gone=True), problems=["t.py::x: raised"]
+    lost, raised = row("model", Verdict.MISSING, gone=True), "t.py::x: raised"
+    green = row("model", GREEN)
+    no_memory = {"test": "t.py::x", "kind": "infra", "why": "no memory"}
+    cut = {"complete": False}
+    cases = [
+        ("all green", "GOOD", [green, row("old", RED)], {}),
+        ("another fault", "GOOD", [green, row("old", GREEN), row("new", RED)], {}),
+        ("the row", "BAD", [row("model", RED)], {}),
+        ("the test", "BAD", [green], {"problems": ["t.py::x: raised otherwise"]}),
+        ("the row is lost", "OTHER", [lost], {}),
+        ("the row is lost, the test is red", "BAD", [lost], {"problems": [raised]}),
+        (
+            "another type",
+            "OTHER",
+            [green],
+            {"problems": ["t.py::x: ImportError: libcudart.so.13 (at a.py:3)"]},
         ),
-        "the test raises another type": reading(
-            row("model", GREEN), problems=["t.py::x: ImportError: libcudart.so.13 (at suites/a.py:3)"]
-        ),
-        "its test was skipped": reading(
-            row("model", Verdict.MISSING, gone=True),
-            problems=["t.py::model: skipped under --gate: old torch"],
-        ),
-        "its machine failed": reading(
-            row("model", GREEN), problems=[{"test": "t.py::x", "kind": "infra", "why": "no memory"}]
-        ),
-        "too noisy": reading(row("model", Verdict.INCONCLUSIVE)),
-        "its instrument broke": reading(row("model", Verdict.INSTRUMENT)),
-        "cut short": reading(row("model", GREEN), complete=False, problems=["the run was cut short: 1 of 2"]),
-        "cut short and red": reading(row("model", RED), complete=False),
-        "cut short before the row": reading(row("model", Verdict.MISSING, gone=True), complete=False),
-        "not collected": reading(complete=False, problems=["t.py: could not be collected: AttributeError"]),
-        "does not import": reading(cause="BROKEN", failure="import torch: killed by SIGSEGV"),
-    }
-    outcomes = {name: test.judge(r).outcome.value for name, r in cases.items()}
-    assert outcomes == {
-        "all green": "GOOD",
-        "another fault": "GOOD",
-        "the row": "BAD",
-        "the test": "BAD",
-        "the row is lost": "OTHER",
-        "the row is lost, the test is red": "BAD",
-        "the test raises another type": "OTHER",
-        "its test was skipped": "SKIP",
-        "its machine failed": "UNKNOWN",
-        "too noisy": "UNKNOWN",
-        "its instrument broke": "SKIP",
-        "cut short": "UNKNOWN",
-        "cut short and red": "BAD",
-        "cut short before the row": "UNKNOWN",
-        "not collected": "SKIP",
-        "does not import": "SKIP",
-    }
+        ("skipped", "SKIP", [lost], {"problems": ["t.py::model: skipped under --gate: old torch"]}),
+        ("its machine failed", "UNKNOWN", [green], {"problems": [no_memory]}),
+        ("too noisy", "UNKNOWN", [row("model", Verdict.INCONCLUSIVE)], {}),
+        ("its instrument broke", "SKIP", [row("model", Verdict.INSTRUMENT)], {}),
+        ("cut short", "UNKNOWN", [green], cut | {"problems": ["the run was cut short: 1 of 2"]}),
+        ("cut short and red", "BAD", [row("model", RED)], cut),
+        ("cut short before the row", "UNKNOWN", [lost], cut),
+        ("not collected", "SKIP", [], cut | {"problems": ["t.py: could not be collected: AttributeError"]}),
+        ("no import", "SKIP", [], {"cause": "BROKEN", "failure": "import torch: killed by SIGSEGV"}),
+    ]
+    for name, outcome, rows, fields in cases:
+        assert test.judge(reading(*rows, **fields)).outcome.value == outcome, name
 
 
 CENSUS = {"t.py::a": "passed", "t.py::b": "passed", "t.py::c": "skipped"}
@@ -170,7 +144,6 @@ CENSUS = {"t.py::a": "passed", "t.py::b": "passed", "t.py::c": "skipped"}
         (CENSUS | {"t.py::b": "xfailed"}, "OTHER"),
         ({"t.py::a": "passed", "t.py::b": "passed"}, "GOOD"),  # it was skipped at the good end
     ],
-    ids=["all", "no census", "absent", "deselected", "xfailed", "skipped before"],
 )
 def test_test_that_a_candidate_has_lost_is_a_fault(
     reading: Readings, tests: dict[str, str], outcome: str

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from bumpgate.bisect import gate_finding, journal, options, probe, timed_probe
+from bumpgate.bisect import gate_finding, journal, options, timed_probe
 from bumpgate.bisect.bisection import Bisection, Setup
 from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.gate_finding import GateFinding, GateFindingError, load
 from bumpgate.bisect.options import Options
-from bumpgate.bisect.probe import Cause
-from bumpgate.bisect.search import ProbeOutcome, SearchResult
+from bumpgate.bisect.probe import Cause, ProbeResult, Reading
+from bumpgate.bisect.search import OTHER, SKIP, UNKNOWN, ProbeOutcome, SearchResult
 from bumpgate.core.gate_file import GATE_SCHEMA
 from bumpgate.core.rows import Judgement, Problem, Record, Row, Verdict, write_record
 from bumpgate.env.build import Environment
@@ -78,10 +78,8 @@ class Sides:
 
     def _process(self, call: LaneCall) -> LaneRun:
         version = call.python.name
-        rows, problems = (
-            [judged(2 * self.slower.get(version, 1.0) * math.exp(self.dice.gauss(0, self.sd)))],
-            [],
-        )
+        seconds = 2 * self.slower.get(version, 1.0) * math.exp(self.dice.gauss(0, self.sd))
+        rows, problems = [judged(seconds)], []
         if version in self.failing:
             rows, problems = [], [f"{TEST}: RuntimeError: no kernel image"]
         if version in self.lost:
@@ -99,12 +97,17 @@ def request(version: str) -> Request:
     return Request((f"torch==={version}",), name=f"torch {version}")
 
 
+patch = pytest.MonkeyPatch()
+
+
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A tree with a lane; what timed_test replaces in the module is undone."""
     (tmp_path / "tree").mkdir()
     declare_lanes(tmp_path / "tree")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
+    yield tmp_path
+    patch.undo()
 
 
 class Silent:
@@ -120,50 +123,58 @@ class Silent:
         self.reasons.append(f"{result.outcome.value} {name}: {result.reason}")
 
 
-patch = pytest.MonkeyPatch()
-
-
-@pytest.fixture(autouse=True)
-def undo_fakes() -> Iterator[None]:
-    """Undo what timed_test replaces in the module."""
-    yield
-    patch.undo()
-
-
-def timed_test(root: Path, sides: Sides, ratio: float, fault: str = "") -> timed_probe.TimedTest:
+def timed_test(root: Path, sides: Sides, ratio: float = 1.10, fault: str = "") -> timed_probe.TimedTest:
     """Return the test of one row with fake processes. ratio: the slowdown that a gate reported."""
-    patch.setattr(timed_probe, "run_duet", sides.run_duet)
-    patch.setattr(timed_probe, "run_lanes", sides.run_lanes)
-    patch.setattr(timed_probe, "shares", lambda: [[0], [1]])
-    patch.setattr(timed_probe, "import_fault", lambda environment, *packages: fault)
+    fakes = {"run_duet": sides.run_duet, "run_lanes": sides.run_lanes, "shares": lambda: [[0], [1]]}
+    for name, fake in (fakes | {"import_fault": lambda environment, *packages: fault}).items():
+        patch.setattr(timed_probe, name, fake)
     found = GateFinding("cpu", (TEST,), {}, {}, {ROW: TEST}, {ROW: ratio})
     return timed_probe.TimedTest(root / "tree", "cpu", found, lambda: build(request(GOOD)), "torch")
 
 
+def read(root: Path, sides: Sides, fault: str = "") -> tuple[Reading, ProbeResult]:
+    """Take one reading of the version 2.4.0 and judge it."""
+    test, place = timed_test(root, sides, fault=fault), root / "reading"
+    place.mkdir()
+    made = test.run(build(request(NIGHTS[4])), place)
+    return made, test.judge(made)
+
+
+def judge(root: Path, values: Sequence[float] = (), tests: Mapping[str, str] = {ROW: TEST}) -> ProbeResult:
+    """Judge a reading whose sessions have these ratios, in logarithm; without any, they are missing."""
+    test = timed_test(root, Sides({}))
+    if values:
+        sessions = timed_probe.Sessions(tests, test.plan, test.plan.budget, {ROW: list(values)})
+        (root / timed_probe.SESSIONS).write_text(json.dumps(sessions.to_json()))
+    return test.judge(Reading(root, Cause.RAN, timed_probe.MEASURED))
+
+
+def config(nights: Sequence[str] = NIGHTS) -> tuple[Options, Range]:
+    span = Range("torch", tuple(nights), nights[0], nights[-1], {})
+    return Options(good=nights[0], bad=nights[-1], lane="cpu", selection=(TEST,)), span
+
+
 def search(
-    root: Path, sides: Sides, ratio: float, nights: Sequence[str] = NIGHTS
+    root: Path, sides: Sides, ratio: float = 1.10, nights: Sequence[str] = NIGHTS
 ) -> tuple[SearchResult, Silent]:
     """Bisect the row over `nights`, continuing what is in the folder."""
     test, show, out = timed_test(root, sides, ratio), Silent(), root / "out"
     out.mkdir(exist_ok=True)
-    span = Range("torch", tuple(nights), nights[0], nights[-1], {})
-    config = Options(good=nights[0], bad=nights[-1], lane="cpu", selection=(TEST,))
     path = out / "state.jsonl"
-    plan = config.plan(span, test)
-    with journal.resume(path) if path.exists() else journal.begin(path, plan) as state:
+    options, span = config(nights)
+    with journal.resume(path) if path.exists() else journal.begin(path, options.plan(span, test)) as state:
         setup = Setup("torch", request, build, test, reliable=True)
         return Bisection(state, setup, out, setup, show).run(), show
 
 
 def test_misread_rates_of_timed_rows_are_bounds_unless_stated(root: Path) -> None:
-    test = timed_test(root, Sides({}), ratio=1.10)
-    span = Range("torch", tuple(NIGHTS), NIGHTS[0], NIGHTS[-1], {})
-    config = Options(good=NIGHTS[0], bad=NIGHTS[-1], lane="cpu", selection=(TEST,))
-    plan = config.plan(span, test)
+    test = timed_test(root, Sides({}))
+    options, span = config()
+    plan = options.plan(span, test)
     assert (plan.false_bad, plan.false_good, plan.confirm) == (*test.misreads, 1)
     assert 0 < plan.false_bad < 0.5
     assert 0 < plan.false_good < 0.5
-    stated = replace(config, false_bad=0.2, false_good=0.3).plan(span, test)
+    stated = replace(options, false_bad=0.2, false_good=0.3).plan(span, test)
     assert (stated.false_bad, stated.false_good) == (0.2, 0.3)
 
 
@@ -171,12 +182,11 @@ def test_misread_rates_of_timed_rows_are_bounds_unless_stated(root: Path) -> Non
 def test_slower_row_is_bisected_by_paired_probes(root: Path, first: int) -> None:
     """10 % slower from one version on: found, in few sessions, and the good end is never measured."""
     sides = Sides(dict.fromkeys(NIGHTS[first:], 1.10))
-    result, show = search(root, sides, ratio=1.10)
+    result, show = search(root, sides)
     assert (result.suspects, result.sure(0.98)) == ((first,), True), show.reasons
     assert sides.sessions[GOOD] == 0
     # 6 sessions for SAME and 12 for SLOWER; a repeat only if the misread rates leave a doubt.
-    readings = [r for r in show.reasons if f" {GOOD}:" not in r]
-    assert len(readings) <= 8, show.reasons
+    assert len([r for r in show.reasons if f" {GOOD}:" not in r]) <= 8, show.reasons
     assert sum(sides.sessions.values()) <= 90, sides.sessions
 
 
@@ -188,118 +198,87 @@ def test_timed_bisect_limit_is_half_of_the_slowdown(root: Path) -> None:
 
 
 def test_bad_end_that_is_not_slower_is_refused(root: Path) -> None:
-    result, _ = search(root, Sides({}), ratio=1.10, nights=NIGHTS[:3])
+    result, _ = search(root, Sides({}), nights=NIGHTS[:3])
     assert result.failure.startswith("the bad endpoint 2.2.0 is GOOD: name a later one")
 
 
-def test_undecided_timed_row_is_unknown(root: Path, tmp_path: Path) -> None:
+def test_undecided_timed_row_is_unknown(root: Path) -> None:
     """As slow as the limit itself, with noise: no verdict, and neither GOOD nor BAD is recorded."""
     sides = Sides({NIGHTS[4]: math.sqrt(1.10)}, sd=0.03)
-    test = timed_test(root, sides, 1.10)
-    place = tmp_path / "reading"
-    place.mkdir()
-    made = test.run(build(request(NIGHTS[4])), place)
-    assert test.judge(made).outcome is ProbeOutcome.UNKNOWN
-    assert test.judge(made).reason.startswith(f"undecided: {ROW} ")
+    _, result = read(root, sides)
+    assert result.outcome is UNKNOWN
+    assert result.reason.startswith(f"undecided: {ROW} ")
     assert sides.sessions[NIGHTS[4]] == timed_probe.MOST
 
 
-@pytest.mark.parametrize(("slow", "outcome"), [(0, ProbeOutcome.GOOD), (3, ProbeOutcome.UNKNOWN)])
-def test_frequent_slow_processes_are_not_good(
-    root: Path, tmp_path: Path, slow: int, outcome: ProbeOutcome
-) -> None:
+@pytest.mark.parametrize(("slow", "outcome"), [(0, ProbeOutcome.GOOD), (3, UNKNOWN)])
+def test_frequent_slow_processes_are_not_good(root: Path, slow: int, outcome: ProbeOutcome) -> None:
     """In the median not slower; three of twelve processes took twice as long."""
-    test = timed_test(root, Sides({}), 1.10)
     values = [0.001 * (-1) ** n for n in range(12)]
     values[3 : 3 + slow] = [math.log(2)] * slow
-    sessions = timed_probe.Sessions(test.finding.tests, test.plan, test.plan.budget, {ROW: values})
-    (tmp_path / timed_probe.SESSIONS).write_text(json.dumps(sessions.to_json()))
-    made = timed_probe.Reading(tmp_path, Cause.RAN, timed_probe.MEASURED)
-    assert test.judge(made).outcome is outcome
+    assert judge(root, values).outcome is outcome
 
 
-def test_sessions_of_other_rows_are_not_continued(root: Path, tmp_path: Path) -> None:
-    test = timed_test(root, Sides({}), 1.10)
-    other = {ROW: "suites/throughput/test_other.py::test_other[cpu]"}
-    sessions = timed_probe.Sessions(other, test.plan, test.plan.budget, {ROW: [0.0] * 12})
-    (tmp_path / timed_probe.SESSIONS).write_text(json.dumps(sessions.to_json()))
-    found = test.judge(timed_probe.Reading(tmp_path, Cause.RAN, timed_probe.MEASURED))
-    assert (found.outcome, found.reason) == (ProbeOutcome.UNKNOWN, f"{timed_probe.SESSIONS} is missing")
+def test_reading_without_its_sessions_is_not_green(root: Path) -> None:
+    assert judge(root).outcome is UNKNOWN
+    other = judge(root, [0.0] * 12, {ROW: "suites/throughput/test_other.py::test_other[cpu]"})
+    assert (other.outcome, other.reason) == (UNKNOWN, f"{timed_probe.SESSIONS} is missing")
 
 
 @pytest.mark.parametrize(
     ("attribute", "version", "cause", "outcome", "sessions"),
     [
-        ("failing", NIGHTS[4], Cause.RAN, ProbeOutcome.OTHER, timed_probe.FAILING),
-        ("failing", GOOD, Cause.MACHINE, ProbeOutcome.SKIP, 8),
-        ("lost", NIGHTS[4], Cause.MACHINE, ProbeOutcome.SKIP, 8),
+        ("failing", NIGHTS[4], Cause.RAN, OTHER, timed_probe.FAILING),
+        ("failing", GOOD, Cause.MACHINE, SKIP, 8),
+        ("lost", NIGHTS[4], Cause.MACHINE, SKIP, 8),
     ],
     ids=["candidate fails", "good end fails", "disturbed"],
 )
 def test_probe_without_a_time_is_neither_good_nor_bad(
-    attribute: str,
-    version: str,
-    cause: Cause,
-    outcome: ProbeOutcome,
-    sessions: int,
-    root: Path,
-    tmp_path: Path,
+    root: Path, attribute: str, version: str, cause: Cause, outcome: ProbeOutcome, sessions: int
 ) -> None:
     sides = Sides({})
     getattr(sides, attribute).add(version)
-    test = timed_test(root, sides, 1.10)
-    place = tmp_path / "reading"
-    place.mkdir()
-    made = test.run(build(request(NIGHTS[4])), place)
-    assert (made.cause, test.judge(made).outcome) == (cause, outcome)
+    made, result = read(root, sides)
+    assert (made.cause, result.outcome) == (cause, outcome)
     assert sides.sessions[NIGHTS[4]] == sessions
     # A failure of the machine is measured again from its first session.
-    assert (place / timed_probe.SESSIONS).exists() == (cause is Cause.RAN)
+    assert (made.place / timed_probe.SESSIONS).exists() == (cause is Cause.RAN)
 
 
-def test_candidate_that_does_not_import_is_skipped(root: Path, tmp_path: Path) -> None:
+def test_candidate_that_does_not_import_is_skipped(root: Path) -> None:
     sides = Sides({})
     sides.failing.add(NIGHTS[4])
-    test = timed_test(root, sides, 1.10, fault="import torch: killed by SIGSEGV")
-    place = tmp_path / "reading"
-    place.mkdir()
-    made = test.run(build(request(NIGHTS[4])), place)
-    assert (made.cause, test.judge(made).outcome) == (Cause.BROKEN, ProbeOutcome.SKIP)
-
-
-def test_reading_without_its_sessions_is_not_green(root: Path, tmp_path: Path) -> None:
-    test = timed_test(root, Sides({}), 1.10)
-    gone = probe.Reading(tmp_path, Cause.RAN, timed_probe.MEASURED)
-    assert test.judge(gone).outcome is ProbeOutcome.UNKNOWN
+    made, result = read(root, sides, fault="import torch: killed by SIGSEGV")
+    assert (made.cause, result.outcome) == (Cause.BROKEN, SKIP)
 
 
 def test_killed_probe_continues_with_its_sessions(root: Path) -> None:
     sides = Sides(dict.fromkeys(NIGHTS[2:], 1.10))
     sides.kill_at = 9
+
+    def started() -> list[int]:
+        found = (root / "out/probes").glob("*/sessions.json")
+        return [json.loads(path.read_text())["started"] for path in found]
+
     with pytest.raises(Killed):
-        search(root, sides, 1.10, nights=NIGHTS[:4])
-    kept = json.loads(next((root / "out/probes").glob("*/sessions.json")).read_text())
-    assert kept["started"] == 9
-    result, _ = search(root, sides, 1.10, nights=NIGHTS[:4])
+        search(root, sides, nights=NIGHTS[:4])
+    assert started() == [9]
+    result, _ = search(root, sides, nights=NIGHTS[:4])
     assert result.suspects == (2,)
-    readings = [p.parent for p in (root / "out/probes").glob("*/sessions.json")]
-    assert sum(json.loads((p / "sessions.json").read_text())["started"] for p in readings) == sum(
-        sides.sessions.values()
-    ), "a saved session was run again"
+    assert sum(started()) == sides.sessions.total(), "a saved session was run again"
 
 
 # --from-gate
 
 
 def finding(label: str, *rows: str, decision: str = "HOLD", tests: Sequence[str] = ()) -> dict[str, Any]:
-    return {
-        "decision": decision, "label": label, "metric": "seconds", "head": "", "rows": list(rows), "adopted": [],
-        "candidate": [], "repro": "", "tests": list(tests),
-    }  # fmt: skip
+    found = {"decision": decision, "label": label, "metric": "seconds", "head": "", "repro": ""}
+    return found | {"rows": list(rows), "tests": list(tests), "adopted": [], "candidate": []}
 
 
 def gate_file(
-    folder: Path, *findings: dict[str, Any], ratios: Mapping[str, float] = {}, **changes: Any
+    folder: Path, *findings: dict[str, Any], ratios: Mapping[str, float] = {ROW: 1.2}, **changes: Any
 ) -> Path:
     """Write a gate.json with the records of both sides. ratios: row id -> ratio in the paired sessions."""
     folder.mkdir(exist_ok=True)
@@ -316,9 +295,13 @@ def gate_file(
     decisions = [found["decision"] for found in findings]
     worst = next((word for word in ("HOLD", "UNKNOWN") if word in decisions), "ADOPT")
     raw = {
-        "schema": GATE_SCHEMA, "lane": "cpu", "decision": worst, "sides": sides, "findings": findings, "timed": timed,
-        "config": {"sessions": None}, "finished": True,
-    }  # fmt: skip
+        "schema": GATE_SCHEMA,
+        "lane": "cpu",
+        "decision": worst,
+        "config": {"sessions": None},
+        "finished": True,
+    }
+    raw |= {"sides": sides, "findings": findings, "timed": timed}
     (folder / "gate.json").write_text(json.dumps(raw | changes))
     return folder / "gate.json"
 
@@ -339,42 +322,39 @@ def test_finding_of_a_count_gives_its_tests(tmp_path: Path) -> None:
     assert load(gate_file(tmp_path, problem)).nodes == ("suites/a.py::test_x[cpu]",)
 
 
+OTHER_ROW = "throughput/x/seconds"
+
+
 @pytest.mark.parametrize(
-    ("findings", "row", "words"),
+    ("found", "row", "words"),
     [
-        ([finding("SLOW MODE", ROW)], "", "a SLOW MODE finding cannot be bisected"),
-        ([finding("CREEP", ROW)], "", "a CREEP finding cannot be bisected"),
-        ([finding("WIN", ROW, decision="ADOPT")], "", "no finding that holds the candidate back"),
-        ([finding("SLOWER", ROW)], "throughput/x/seconds", f"their rows: {ROW}"),
-        (
-            [finding("SLOWER", "throughput/x/seconds")],
-            "",
-            "lacks the times or the test of throughput/x/seconds",
-        ),
-        ([finding("PROBLEM")], "", "names no test"),
+        (finding("SLOW MODE", ROW), "", "a SLOW MODE finding cannot be bisected"),
+        (finding("CREEP", ROW), "", "a CREEP finding cannot be bisected"),
+        (finding("WIN", ROW, decision="ADOPT"), "", "no finding that holds the candidate back"),
+        (finding("SLOWER", ROW), OTHER_ROW, f"their rows: {ROW}"),
+        (finding("SLOWER", OTHER_ROW), "", f"lacks the times or the test of {OTHER_ROW}"),
+        (finding("PROBLEM"), "", "names no test"),
     ],
     ids=["slow mode", "creep", "none holds", "unknown row", "no time", "no test"],
 )
 def test_gate_that_cannot_be_bisected_is_one_line(
-    findings: list[dict[str, Any]], row: str, words: str, tmp_path: Path
+    found: dict[str, Any], row: str, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(GateFindingError, match=words) as error:
-        load(gate_file(tmp_path, *findings, ratios={ROW: 1.2}), row)
+        load(gate_file(tmp_path, found), row)
     assert "\n" not in str(error.value)
 
 
 def test_package_that_did_not_move_is_refused(tmp_path: Path) -> None:
-    found = load(gate_file(tmp_path, finding("SLOWER", ROW), ratios={ROW: 1.2}))
-    with pytest.raises(
-        GateFindingError, match=r"numpy is 2\.0 on both sides; name --package \(torch, triton\)"
-    ):
-        found.versions("numpy")
-    with pytest.raises(GateFindingError, match="a side lacks jax"):
-        found.versions("jax")
+    found = load(gate_file(tmp_path, finding("SLOWER", ROW)))
+    moved = r"numpy is 2\.0 on both sides; name --package \(torch, triton\)"
+    for package, words in (("numpy", moved), ("jax", "a side lacks jax")):
+        with pytest.raises(GateFindingError, match=words):
+            found.versions(package)
 
 
 def test_record_is_not_a_gate(tmp_path: Path) -> None:
-    gate_file(tmp_path, ratios={ROW: 1.0})
+    gate_file(tmp_path)
     with pytest.raises(GateFindingError, match=r"is a record: --from-gate needs the gate\.json"):
         load(tmp_path / "adopted.json")
 
@@ -388,7 +368,7 @@ def test_record_is_not_a_gate(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_use_of_from_gate_is_one_line(arguments: Sequence[str], words: str, tmp_path: Path) -> None:
-    gate_file(tmp_path / "g", finding("SLOWER", ROW), ratios={ROW: 1.2})
+    gate_file(tmp_path / "g", finding("SLOWER", ROW))
     with bisecting(tmp_path) as run:
         ran = run(*arguments)
     assert (ran.code, ran.out, len(ran.err.splitlines())) == (4, "", 1), ran

@@ -19,24 +19,28 @@ from tests.support.reports import BREAKS, HERE, OTHER, THERE, bumpgate, gate_of_
 
 TOKEN, HOOK_PATH = "ghp_0123456789abcdef", "hook/T000/B000/xoxSECRETxox"
 PROBLEM = "suites/a/test_b.py::test_c: ValueError: "
+Notify = Callable[..., int]
 
 
 @pytest.fixture
 def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServices]:
     with FakeServices() as found:
-        monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path / "home"))
         monkeypatch.setattr(channels, "WAITS", (0, 0))
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.setenv("GITHUB_API_URL", found.url)
-        monkeypatch.setenv("BUMPGATE_GITHUB_TOKEN", TOKEN)
-        monkeypatch.setenv(
-            "BUMPGATE_APPRISE_URLS", f"json://127.0.0.1:{urlsplit(found.url).port}/{HOOK_PATH}"
-        )
+        hook = f"json://127.0.0.1:{urlsplit(found.url).port}/{HOOK_PATH}"
+        variables = {
+            "GITHUB_API_URL": found.url,
+            "BUMPGATE_GITHUB_TOKEN": TOKEN,
+            "BUMPGATE_APPRISE_URLS": hook,
+        }
+        for name, value in (
+            variables | {"BUMPGATE_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}
+        ).items():
+            monkeypatch.setenv(name, value)
         yield found
 
 
 @pytest.fixture
-def notify(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def notify(monkeypatch: pytest.MonkeyPatch) -> Notify:
     return lambda *args: bumpgate(monkeypatch, "notify", *args)
 
 
@@ -45,7 +49,7 @@ def night(folder: Path, day: int, *args: object, **options: object) -> None:
 
 
 def test_issue_is_opened_updated_closed_and_opened_again(
-    tmp_path: Path, services: FakeServices, notify: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, services: FakeServices, notify: Notify, capsys: pytest.CaptureFixture[str]
 ) -> None:
     printed = []
     for day, red in ((1, (BREAKS,)), (2, (BREAKS,)), (3, ()), (4, ()), (5, (BREAKS,))):
@@ -68,7 +72,7 @@ def test_issue_is_opened_updated_closed_and_opened_again(
 
 
 def test_storm_of_200_red_rows_of_one_module_is_one_message(
-    tmp_path: Path, services: FakeServices, notify: Callable[..., int]
+    tmp_path: Path, services: FakeServices, notify: Notify
 ) -> None:
     """Every row has its own metric, so the gate shows 200 findings."""
     rows = [f"compile/nam52/count_{n}" for n in range(200)]
@@ -102,30 +106,24 @@ def storm(folder: Path, day: int, modules: int) -> Path:
 
 
 def test_storm_over_many_modules_is_one_message_per_bump(
-    tmp_path: Path, services: FakeServices, notify: Callable[..., int]
+    tmp_path: Path, services: FakeServices, notify: Notify
 ) -> None:
-    archive = Archive(default_store())
     for day in (2, 3):
-        archive.add(storm(tmp_path, day, 20))
+        Archive(default_store()).add(storm(tmp_path, day, 20))
         assert notify("--apprise") == 0
     (during,) = services.texts
     assert "cpu, torch: many causes at once on 2026-11-02T02:00" in during
     assert "moved: torch 2.14.0 -> 2.15.0" in during
 
 
-def test_five_new_causes_are_five_messages(
-    tmp_path: Path, services: FakeServices, notify: Callable[..., int]
-) -> None:
+def test_five_new_causes_are_five_messages(tmp_path: Path, services: FakeServices, notify: Notify) -> None:
     Archive(default_store()).add(storm(tmp_path, 1, 5))
     assert notify("--apprise") == 0
     assert len(services.texts) == 5
 
 
 def test_failing_channel_prints_one_line_blocks_no_other_and_is_sent_later(
-    tmp_path: Path,
-    services: FakeServices,
-    notify: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, services: FakeServices, notify: Notify, capsys: pytest.CaptureFixture[str]
 ) -> None:
     night(tmp_path, 1)
     later = "1 message not sent: the next bumpgate notify sends them"
@@ -152,7 +150,7 @@ def test_failing_channel_prints_one_line_blocks_no_other_and_is_sent_later(
 def test_failing_chat_is_sent_later(
     tmp_path: Path,
     services: FakeServices,
-    notify: Callable[..., int],
+    notify: Notify,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -172,7 +170,7 @@ def test_failing_chat_is_sent_later(
 
 
 def test_issue_whose_response_was_lost_is_not_created_twice(
-    tmp_path: Path, services: FakeServices, notify: Callable[..., int]
+    tmp_path: Path, services: FakeServices, notify: Notify
 ) -> None:
     night(tmp_path, 1)
     services.lost = 3
@@ -182,9 +180,7 @@ def test_issue_whose_response_was_lost_is_not_created_twice(
     assert len(services.issues) == 1
 
 
-def test_issue_closed_or_deleted_by_a_user(
-    tmp_path: Path, services: FakeServices, notify: Callable[..., int]
-) -> None:
+def test_issue_closed_or_deleted_by_a_user(tmp_path: Path, services: FakeServices, notify: Notify) -> None:
     night(tmp_path, 1)
     assert notify("--github", "o/r") == 0
     services.issues[1]["state"] = "closed"
@@ -200,7 +196,7 @@ def test_issue_closed_or_deleted_by_a_user(
 def test_dry_run_prints_and_changes_nothing(
     tmp_path: Path,
     services: FakeServices,
-    notify: Callable[..., int],
+    notify: Notify,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -216,7 +212,7 @@ def test_dry_run_prints_and_changes_nothing(
 
 
 def test_no_secret_in_messages_output_or_errors(
-    tmp_path: Path, services: FakeServices, notify: Callable[..., int],
+    tmp_path: Path, services: FakeServices, notify: Notify,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """The evidence, the server's responses and the URLs contain secrets."""
@@ -235,20 +231,24 @@ def test_no_secret_in_messages_output_or_errors(
     assert "https://index/x" in services.texts[0]
 
 
+def bisect_json(folder: Path, **more: object) -> Path:
+    """Write the answer of a bisect that followed the row BREAKS."""
+    found = {"package": "torch", "failure": "", "first": "2.15.0.dev3", "last": "2.15.0.dev2", "at_fault": []}
+    found |= {"findings": [{"rows": [BREAKS], "repro": "", "candidate": []}], "compare": []}
+    (folder / "bisect.json").write_text(json.dumps(found | more))
+    return folder / "bisect.json"
+
+
 def test_bisect_result_is_added_to_the_issue_and_kept(
-    tmp_path: Path, services: FakeServices, notify: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, services: FakeServices, notify: Notify, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = "suites/x/test_y.py::test_z: KeyError"
     night(tmp_path, 1, problems=(other,))
-    answer = tmp_path / "bisect.json"
-    finding = {"rows": [BREAKS], "repro": "", "candidate": []}
-    found = {
-        "package": "torch", "failure": "", "first": "2.15.0.dev3", "last": "2.15.0.dev2", "findings": [finding],
-        "at_fault": [{"name": "triton", "old": "3.8.0", "new": "3.9.0"}], "compare": ["https://x/compare/a...b"],
-    }  # fmt: skip
-    found["at_fault"].insert(0, {"name": "nvidia-nccl-cu13", "old": "2.29", "new": "2.30"})
-    found["pinned"] = ["nvidia-nccl-cu13"]
-    answer.write_text(json.dumps(found))
+    library = {"name": "nvidia-nccl-cu13", "old": "2.29", "new": "2.30"}
+    at_fault = [library, {"name": "triton", "old": "3.8.0", "new": "3.9.0"}]
+    answer = bisect_json(
+        tmp_path, at_fault=at_fault, pinned=[library["name"]], compare=["https://x/compare/a...b"]
+    )
     assert notify("--github", "o/r", "--bisect", str(answer)) == 0
     night(tmp_path, 2, problems=(other,))
     assert notify("--github", "o/r") == 0
@@ -262,37 +262,54 @@ def test_bisect_result_is_added_to_the_issue_and_kept(
     assert "bisect.json: not a bisect.json" in capsys.readouterr().err
 
 
+def test_answer_of_a_bisect_is_not_shown_for_a_later_regression(
+    tmp_path: Path, services: FakeServices, notify: Notify
+) -> None:
+    """The cause of the first one is gone, and another row breaks in another version."""
+
+    def after(day: int, red: tuple[str, ...], *options: str) -> str:
+        night(tmp_path, day, red, label=Verdict.CHANGED)
+        assert notify("--github", "o/r", *options) == 0
+        (issue,) = services.issues.values()
+        return f"{issue['state']} {issue['body']}"
+
+    assert "first bad torch 2.15.0.dev3" in after(1, (BREAKS,), "--bisect", str(bisect_json(tmp_path)))
+    assert after(2, ()).startswith("closed")
+    later = after(20, (OTHER,))
+    assert later.startswith("open")
+    assert OTHER in later
+    assert "first bad torch 2.15.0.dev3" not in later
+
+
+GITHUB, APPRISE = ("--github", "o/r"), ("--apprise",)
+URLS = "BUMPGATE_APPRISE_URLS"
+HTTP = "http://example.org/SECRET"
+
+
 @pytest.mark.parametrize(
     ("args", "variables", "words"),
     [
         ((), {}, "name a channel: --github OWNER/REPOSITORY or --apprise"),
         (("--github", "https://github.com/o/r"), {}, "expected OWNER/REPOSITORY"),
         (
-            ("--github", "o/r"),
+            GITHUB,
             {"BUMPGATE_GITHUB_TOKEN": "", "GITHUB_TOKEN": ""},
-            "put a token into the environment variable BUMPGATE_GITHUB_TOKEN",
+            "put a token into the environment variable",
         ),
-        (("--github", "o/r"), {"BUMPGATE_GITHUB_TOKEN": "ghp_\nSECRET"}, "put a token into"),
+        (GITHUB, {"BUMPGATE_GITHUB_TOKEN": "ghp_\nSECRET"}, "put a token into"),
+        (GITHUB, {"GITHUB_API_URL": HTTP}, "GITHUB_API_URL is not an https URL"),
+        (APPRISE, {URLS: ""}, "put the channels' URLs into"),
+        (APPRISE, {URLS: "nonsense://SECRET"}, "URL 1 of BUMPGATE_APPRISE_URLS is not"),
         (
-            ("--github", "o/r"),
-            {"GITHUB_API_URL": "http://example.org/SECRET"},
-            "GITHUB_API_URL is not an https URL",
-        ),
-        (("--apprise",), {"BUMPGATE_APPRISE_URLS": ""}, "put the channels' URLs into"),
-        (
-            ("--apprise",),
-            {"BUMPGATE_APPRISE_URLS": "nonsense://SECRET"},
-            "URL 1 of BUMPGATE_APPRISE_URLS is not",
-        ),
-        (
-            ("--apprise", "--bisect", "/nowhere"),
+            (*APPRISE, "--bisect", "/nowhere"),
             {},
-            "/nowhere: not a bisect.json that can be read (No such file or directory)",
+            "/nowhere: not a bisect.json that can be read (No such file",
         ),
     ],
 )
 def test_notify_bad_input_prints_one_line(
     services: FakeServices,
+    notify: Notify,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     args: tuple[str, ...],
@@ -301,38 +318,7 @@ def test_notify_bad_input_prints_one_line(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert bumpgate(monkeypatch, "notify", *args) == 4
+    assert notify(*args) == 4
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
     assert "SECRET" not in line
-
-
-def test_answer_of_a_bisect_is_not_shown_for_a_later_regression(
-    tmp_path: Path, services: FakeServices, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cause of the first one is gone, and another row breaks in another version."""
-
-    def night(day: int, red: tuple[str, ...], *options: str) -> str:
-        Archive(default_store()).add(gate_of_day(tmp_path, day, red, label=Verdict.CHANGED))
-        assert bumpgate(monkeypatch, "notify", "--github", "o/r", *options) == 0
-        (issue,) = services.issues.values()
-        return f"{issue['state']} {issue['body']}"
-
-    found = {"package": "torch", "failure": "", "first": "2.15.0.dev3", "last": "2.15.0.dev2"}
-    answer = tmp_path / "bisect.json"
-    answer.write_text(
-        json.dumps(
-            {
-                **found,
-                "findings": [{"rows": [BREAKS], "repro": "", "candidate": []}],
-                "at_fault": [],
-                "compare": [],
-            }
-        )
-    )
-    assert "first bad torch 2.15.0.dev3" in night(1, (BREAKS,), "--bisect", str(answer))
-    assert night(2, ()).startswith("closed")
-    later = night(20, (OTHER,))
-    assert later.startswith("open")
-    assert OTHER in later
-    assert "first bad torch 2.15.0.dev3" not in later

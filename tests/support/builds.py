@@ -6,6 +6,7 @@ torch reads `torch.graph_breaks()`: 13, plus one for a fault in torch or in the 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests.support.local_index import LocalIndex, fake_wheel
 from tests.support.project import COMMAND, PLUGINS, in_process, spawn
@@ -108,7 +110,17 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return spawn(folder, os.environ | {"PYTHONPATH": str(ROOT)}, "-c", COMMAND, "bisect", *arguments)
 
 
+Bisect = Callable[..., Ran]
+
+
+def answer_of(out: Path) -> dict[str, Any]:
+    """Read the bisect.json of a folder."""
+    answer = json.loads((out / "bisect.json").read_text())
+    assert isinstance(answer, dict)
+    return answer
+
+
 @contextmanager
-def bisecting(folder: Path) -> Iterator[Callable[..., Ran]]:
+def bisecting(folder: Path) -> Iterator[Bisect]:
     """Yield a function that runs `bumpgate bisect` in this process, with `folder` as working directory."""
     yield partial(in_process, folder, "bisect")
