@@ -10,8 +10,8 @@ import pytest
 
 from bumpgate.core.findings import Decision, Finding, TimedOutcome
 from bumpgate.core.rows import Verdict
-from bumpgate.history import known_findings
 from bumpgate.history.archive import Archive, default_store
+from bumpgate.history.known_findings import GONE, NEW, STILL, UNMEASURED, FindingError
 from tests.support.reports import BREAKS, OTHER, TIMED, bumpgate, gate_of_day, save_record
 
 ISSUE = "https://github.com/pytorch/pytorch/issues/1"
@@ -62,22 +62,19 @@ def test_findings_do_not_depend_on_the_order_of_gates(tmp_path: Path, archive: A
         other.add(path)
     assert archive.findings() == other.findings()
     (found,) = archive.findings()
-    assert (found.first[:10], found.gates, found.state) == ("2026-11-01", 3, known_findings.STILL)
+    assert (found.first[:10], found.gates, found.state) == ("2026-11-01", 3, STILL)
 
 
 def test_gate_without_the_row_leaves_the_finding_open(tmp_path: Path, archive: Archive) -> None:
-    assert states(archive, gate_of_day(tmp_path, 1)) == [known_findings.NEW]
-    assert states(archive, gate_of_day(tmp_path, 2, (), rows=(OTHER,))) == [known_findings.UNMEASURED]
-    assert states(archive, gate_of_day(tmp_path, 3, ())) == [known_findings.GONE]
+    assert states(archive, gate_of_day(tmp_path, 1)) == [NEW]
+    assert states(archive, gate_of_day(tmp_path, 2, (), rows=(OTHER,))) == [UNMEASURED]
+    assert states(archive, gate_of_day(tmp_path, 3, ())) == [GONE]
 
 
 def test_row_that_is_red_for_another_reason_is_not_gone(tmp_path: Path, archive: Archive) -> None:
     archive.add(gate_of_day(tmp_path, 1))
     found = archive.add(gate_of_day(tmp_path, 2, label=Verdict.REGRESSION)).findings
-    assert {(f.label, f.state) for f in found} == {
-        ("CHANGED", known_findings.UNMEASURED),
-        ("REGRESSION", known_findings.NEW),
-    }
+    assert {(f.label, f.state) for f in found} == {("CHANGED", UNMEASURED), ("REGRESSION", NEW)}
 
 
 def test_row_that_is_shown_but_not_judged_is_not_gone(tmp_path: Path, archive: Archive) -> None:
@@ -89,29 +86,24 @@ def test_row_that_is_shown_but_not_judged_is_not_gone(tmp_path: Path, archive: A
         for judgement in record["rows"]:
             judgement |= {"verdict": "INCONCLUSIVE", "explains": True}
         save_record(path.parent / side, record)
-    assert states(archive, path) == [known_findings.UNMEASURED]
+    assert states(archive, path) == [UNMEASURED]
 
 
 def test_gate_of_another_package_does_not_end_a_finding(tmp_path: Path, archive: Archive) -> None:
     archive.add(gate_of_day(tmp_path, 1))
     assert states(archive, gate_of_day(tmp_path, 2, (), candidate="triton==3.9.0")) == []
     (found,) = archive.findings()
-    assert (found.state, found.gone, found.package) == (known_findings.NEW, None, "torch")
+    assert (found.state, found.gone, found.package) == (NEW, None, "torch")
 
 
 def test_slower_row_is_gone_only_if_its_sessions_decide(tmp_path: Path, archive: Archive) -> None:
     rows = (BREAKS, TIMED)
-    assert states(archive, gate_of_day(tmp_path, 1, (), rows=rows, timed=TimedOutcome.SLOWER)) == [
-        known_findings.NEW
-    ]
-    assert states(archive, gate_of_day(tmp_path, 2, (), rows=rows)) == [known_findings.UNMEASURED]
+    assert states(archive, gate_of_day(tmp_path, 1, (), rows=rows, timed=TimedOutcome.SLOWER)) == [NEW]
+    assert states(archive, gate_of_day(tmp_path, 2, (), rows=rows)) == [UNMEASURED]
     found = archive.add(gate_of_day(tmp_path, 3, (), rows=rows, timed=TimedOutcome.INCONCLUSIVE)).findings
-    assert {f.label: f.state for f in found} == {
-        "SLOWER": known_findings.UNMEASURED,
-        "INCONCLUSIVE": known_findings.NEW,
-    }
+    assert {f.label: f.state for f in found} == {"SLOWER": UNMEASURED, "INCONCLUSIVE": NEW}
     found = archive.add(gate_of_day(tmp_path, 4, (), rows=rows, timed=TimedOutcome.SAME)).findings
-    assert {f.state for f in found} == {known_findings.GONE}
+    assert {f.state for f in found} == {GONE}
 
 
 def test_drift_is_gone_only_if_read_against_the_anchor(tmp_path: Path, archive: Archive) -> None:
@@ -125,10 +117,10 @@ def test_drift_is_gone_only_if_read_against_the_anchor(tmp_path: Path, archive: 
         path.write_text(json.dumps(raw))
         return path
 
-    assert states(archive, gate(1, TimedOutcome.SAME, drift=True)) == [known_findings.NEW]
-    assert states(archive, gate(2, TimedOutcome.SAME, anchor=False)) == [known_findings.UNMEASURED]
-    assert states(archive, gate(3, None, anchor=False)) == [known_findings.UNMEASURED]
-    assert states(archive, gate(4, TimedOutcome.SAME)) == [known_findings.GONE]
+    assert states(archive, gate(1, TimedOutcome.SAME, drift=True)) == [NEW]
+    assert states(archive, gate(2, TimedOutcome.SAME, anchor=False)) == [UNMEASURED]
+    assert states(archive, gate(3, None, anchor=False)) == [UNMEASURED]
+    assert states(archive, gate(4, TimedOutcome.SAME)) == [GONE]
 
 
 def test_failed_test_is_gone_only_after_a_whole_run(tmp_path: Path, archive: Archive) -> None:
@@ -136,20 +128,18 @@ def test_failed_test_is_gone_only_after_a_whole_run(tmp_path: Path, archive: Arc
     (found,) = archive.add(gate_of_day(tmp_path, 1, (), problems=problem)).findings
     assert (found.label, found.module) == ("PROBLEM", "suites/a/test_b.py")
     again = ("suites/a/test_b.py::test_c: ValueError: 2 of 4",)
-    assert states(archive, gate_of_day(tmp_path, 2, (), problems=again)) == [known_findings.STILL], (
+    assert states(archive, gate_of_day(tmp_path, 2, (), problems=again)) == [STILL], (
         "a number is not part of the cause"
     )
-    assert states(archive, gate_of_day(tmp_path, 3, (), selection=("suites/x",))) == [
-        known_findings.UNMEASURED
-    ]
-    assert states(archive, gate_of_day(tmp_path, 4, ())) == [known_findings.GONE]
+    assert states(archive, gate_of_day(tmp_path, 3, (), selection=("suites/x",))) == [UNMEASURED]
+    assert states(archive, gate_of_day(tmp_path, 4, ())) == [GONE]
 
 
 def test_findings_that_differ_in_a_number_stay_two(tmp_path: Path, archive: Archive) -> None:
     problems = tuple(f"suites/a/test_b.py::test_{n}: line {n} failed" for n in (1, 2))
-    assert states(archive, gate_of_day(tmp_path, 1, (), problems=problems[:1])) == [known_findings.NEW]
+    assert states(archive, gate_of_day(tmp_path, 1, (), problems=problems[:1])) == [NEW]
     found = archive.add(gate_of_day(tmp_path, 2, (), problems=problems)).findings
-    assert sorted(f.state for f in found) == [known_findings.NEW, known_findings.STILL]
+    assert sorted(f.state for f in found) == [NEW, STILL]
 
 
 def test_link_and_owner_are_kept(
@@ -200,9 +190,7 @@ def test_ambiguous_finding_key_is_refused(tmp_path: Path, archive: Archive) -> N
         archive.add(gate_of_day(tmp_path, day, candidate=f"package{day}==1"))
     first = [found.key[0] for found in archive.findings()]
     shared = next(c for c in first if first.count(c) > 1)
-    with pytest.raises(
-        known_findings.FindingError, match=f"'{shared}' is the start of {first.count(shared)} findings"
-    ):
+    with pytest.raises(FindingError, match=f"'{shared}' is the start of {first.count(shared)} findings"):
         archive.mark(shared, owner="ada")
     assert {found.owner for found in archive.findings()} == {None}
 
@@ -210,10 +198,11 @@ def test_ambiguous_finding_key_is_refused(tmp_path: Path, archive: Archive) -> N
 def test_gate_resumed_after_its_budget_stores_its_new_findings(tmp_path: Path) -> None:
     """It has the same start and the same records, and a row that was undecided is slower now."""
     archive, rows = Archive(default_store()), (BREAKS, TIMED)
-    for name in ("before", "after"):
+    paths = []
+    for name in ("INCONCLUSIVE", "SLOWER"):
         (tmp_path / name).mkdir()
-    before = gate_of_day(tmp_path / "before", 1, (BREAKS,), rows=rows, timed=TimedOutcome.INCONCLUSIVE)
-    after = gate_of_day(tmp_path / "after", 1, (BREAKS,), rows=rows, timed=TimedOutcome.SLOWER)
+        paths.append(gate_of_day(tmp_path / name, 1, rows=rows, timed=TimedOutcome[name]))
+    before, after = paths
     assert {known.label for known in archive.add(before).findings} == {"CHANGED", "INCONCLUSIVE"}
     archive.add(after)
     assert {known.label for known in archive.findings() if not known.gone} >= {"CHANGED", "SLOWER"}

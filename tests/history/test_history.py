@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -61,17 +62,14 @@ def a_gate(
     folder = folder / day
     folder.mkdir()
     here = HERE | {"started": f"2026-{day}T02:00:00+00:00"}
-    verdict = Verdict.REGRESSION if held else P
+    seen = judged(Verdict.REGRESSION, row(ROW, 1.1, unit="s")) if held else judged(P, row(ROW, 1.0, unit="s"))
     good = Side("torch 2.13.0", Record(here, (judged(P, row(ROW, 1.0, unit="s")),)))
-    there = here | {"torch": f"2.14.{day}"}
-    bad = Side("torch 2.14.0", Record(there, (judged(verdict, row(ROW, 1.1 if held else 1.0, unit="s")),)))
+    bad = Side("torch 2.14.0", Record(here | {"torch": f"2.14.{day}"}, (seen,)))
     timed = {"throughput/nam52-eager/seconds": paired(TimedOutcome.SAME, 1.003)}
     path, _ = write_gate(folder, good, bad, timed, started=started or f"2026-{day}T03:00:00+00:00")
     raw = json.loads(path.read_text())
-    if drift is not None:
-        raw["anchor"] = {"readings": {ROW: drift}}
-    if selection:
-        raw["config"] = {"selection": [selection]}
+    raw |= {} if drift is None else {"anchor": {"readings": {ROW: drift}}}
+    raw |= {"config": {"selection": [selection]}} if selection else {}
     path.write_text(json.dumps(raw))
     return path
 
@@ -140,15 +138,18 @@ def test_days_are_in_utc_on_every_host(
     time.tzset()
 
 
+def log_of(root: Path, *entries: adoptions.Adoption) -> None:
+    (root / "baselines").mkdir()
+    (root / adoptions.FILE).write_text(adoptions.text(adoptions.Log(entries)))
+    assert adoptions.load(root).entries == entries
+
+
 def test_adopted_lists_open_adoptions_of_the_lane(tmp_path: Path) -> None:
     def entry(day: int, new: str, lane: str = "cpu", undone: bool = False) -> adoptions.Adoption:
         closed = date(2026, 3, 9) if undone else None
         return adoptions.Adoption(lane, date(2026, 3, day), "", "", new, "HOLD", "", "", {}, {}, (), closed)
 
-    entries = (entry(1, "2.14.0"), entry(2, "2.15.0", undone=True), entry(3, "2.16.0", lane="h200"))
-    (tmp_path / "baselines").mkdir()
-    (tmp_path / adoptions.FILE).write_text(adoptions.text(adoptions.Log(entries)))
-    assert adoptions.load(tmp_path).entries == entries
+    log_of(tmp_path, entry(1, "2.14.0"), entry(2, "2.15.0", undone=True), entry(3, "2.16.0", lane="h200"))
     found = adoptions.adopted("cpu", store=f"sqlite:///{tmp_path / 'h.sqlite'}", root=tmp_path)
     assert found == [(date(2026, 3, 1), "2.14.0")]
 
@@ -165,9 +166,9 @@ def test_log_of_adoptions_decides_from_its_first_entry_on(tmp_path: Path, archiv
     """A gate alone adopts nothing. Of the days before the log existed, only the gates show what was adopted."""
     for day in ("10-01", "10-05", "10-09"):
         archive.add(a_gate(tmp_path, day))
-    entry = adoptions.Adoption("cpu", date(2026, 10, 5), "", "", "2.14.10-05", "ADOPT", "", "", {}, {})
-    (tmp_path / "baselines").mkdir()
-    (tmp_path / adoptions.FILE).write_text(adoptions.text(adoptions.Log((entry,))))
+    log_of(
+        tmp_path, adoptions.Adoption("cpu", date(2026, 10, 5), "", "", "2.14.10-05", "ADOPT", "", "", {}, {})
+    )
     found = adoptions.adopted("cpu", store=archive._url.render_as_string(), root=tmp_path)
     assert found == [(date(2026, 10, 1), "2.14.10-01"), (date(2026, 10, 5), "2.14.10-05")]
 
@@ -197,19 +198,28 @@ def test_drift_is_read_from_adopted_builds_only(
     assert adoptions.adopted("cpu") == adopted
 
 
-def test_changes_finds_each_change_of_a_count() -> None:
-    assert history.changes([13, 13, 13, 17, 17, 13]) == [3, 5]
-    assert history.changes(["a", "a", "b"]) == [2]
-    assert history.changes([13]) == history.changes([]) == history.changes([13, 13]) == []
-    assert history.changes([1.0, float("nan"), 1.0]) == [1, 2]
+NAN = float("nan")
 
 
-def test_changes_finds_one_change_to_nan() -> None:
-    values = [2.5, 2.5, float("nan"), float("nan"), float("nan"), 2.5]
-    assert history.changes(values) == [2, 5]
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ([13, 13, 13, 17, 17, 13], [3, 5]),
+        (["a", "a", "b"], [2]),
+        ([13], []),
+        ([], []),
+        ([13, 13], []),
+        ([1.0, NAN, 1.0], [1, 2]),
+        ([2.5, 2.5, NAN, NAN, NAN, 2.5], [2, 5]),
+    ],
+    ids=str,
+)
+def test_changes_finds_each_change_of_a_count(values: list[object], found: list[int]) -> None:
+    assert history.changes(values) == found
     nights = [NightReading(day, value, "CHANGED", True) for day, value in enumerate(values)]
-    one = Series("cpu", "a/b/loss", "", "nats", nights, history.changes(values))
-    assert [span.nights for span in spans(one, date(2026, 11, 1))] == [1, 3, 2]
+    shown = spans(Series("cpu", "a/b/loss", "", "nats", nights, found), date(2026, 11, 1)) if nights else []
+    edges = [0, *found, len(values)]
+    assert [span.nights for span in reversed(shown)] == [b - a for a, b in pairwise(edges) if b > a]
 
 
 def test_changes_finds_a_jump_in_noise_but_none_in_noise_alone() -> None:
@@ -249,31 +259,30 @@ ADD = "import sys; from bumpgate.cli import main; sys.argv = ['bumpgate', 'histo
 def test_concurrent_writers_lose_no_record(tmp_path: Path) -> None:
     """Four processes that also create the database concurrently, with one record in common."""
     files = [str(a_record(tmp_path, f"11-{i:02d}")) for i in range(1, 26)]
-    started = [
-        subprocess.Popen([sys.executable, "-c", ADD, files[0], *files[1 + 6 * n : 7 + 6 * n]], cwd=REPO)
-        for n in range(4)
-    ]
+    lists = [[files[0], *files[1 + 6 * n : 7 + 6 * n]] for n in range(4)]
+    started = [subprocess.Popen([sys.executable, "-c", ADD, *each], cwd=REPO) for each in lists]
     assert [p.wait(timeout=60) for p in started] == [0] * 4
     assert len(Archive(history.default_store()).points(ROW)) == 25
+
+
+HELD_WRITER = """
+import pathlib, sys, time
+from bumpgate.core import gate_file
+from bumpgate.history.archive import Archive
+archive = Archive(sys.argv[1])
+with archive._engine.begin() as connection:
+    archive._add_record(connection, gate_file.read(pathlib.Path(sys.argv[2])), "x")
+    print("written", flush=True)
+    time.sleep(60)
+"""
 
 
 def test_killed_writer_leaves_the_archive_unchanged(tmp_path: Path, archive: Archive) -> None:
     """Killed inside its transaction, with rows written: the next writer finds the store unchanged."""
     archive.add(a_record(tmp_path, "11-01"))
     path = a_record(tmp_path, "11-02")
-    program = (
-        "import sys, pathlib, time\n"
-        "from bumpgate.core import gate_file\n"
-        "from bumpgate.history.archive import Archive\n"
-        "a = Archive(sys.argv[1])\n"
-        "with a._engine.begin() as c:\n"
-        "    a._add_record(c, gate_file.read(pathlib.Path(sys.argv[2])), 'x')\n"
-        "    print('written', flush=True); time.sleep(60)\n"
-    )
-    url = archive._url.render_as_string()
-    with subprocess.Popen(
-        [sys.executable, "-c", program, url, str(path)], cwd=REPO, stdout=subprocess.PIPE, text=True
-    ) as writer:
+    command = [sys.executable, "-c", HELD_WRITER, archive._url.render_as_string(), str(path)]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout
         assert writer.stdout.readline() == "written\n"
         os.kill(writer.pid, signal.SIGKILL)
@@ -306,52 +315,36 @@ def test_history_does_not_mix_timed_rows_of_two_host_classes(
     assert "2 readings" in capsys.readouterr().out
 
 
-def foreign(path: Path) -> str:
+def spoil(kind: str, path: Path) -> str:
+    """Make a store of a kind that cannot be used, and return the words that report it."""
+    if kind == "a folder":
+        path.mkdir()
+        return "unable to open database file"
+    if kind == "corrupt":
+        path.write_bytes(b"no database at all" * 100)
+        return "file is not a database"
+    if kind == "cut off":
+        for i in range(40):
+            Archive(f"sqlite:///{path}").add(a_record(path.parent, f"11-{1 + i % 28:02d}", float(i)))
+        path.write_bytes(path.read_bytes()[:5000])
+        return "malformed"
+    change = "create table recipes (name)"
+    if kind != "foreign":
+        Archive(f"sqlite:///{path}").points(ROW)
+        change = f"update bumpgate_meta set version = {kind}"
     with sqlite3.connect(path) as connection:
-        connection.execute("create table recipes (name)")
-    return "not a history: it has the table 'recipes'"
+        connection.execute(change)
+    if kind == "foreign":
+        return "not a history: it has the table 'recipes'"
+    return f"a history of version {kind}, this bumpgate reads 4: name a new --store"
 
 
-def of_version(path: Path, version: int) -> str:
-    Archive(f"sqlite:///{path}").points(ROW)
-    with sqlite3.connect(path) as connection:
-        connection.execute("update bumpgate_meta set version = ?", (version,))
-    return f"a history of version {version}, this bumpgate reads 4: name a new --store"
-
-
-def newer(path: Path) -> str:
-    return of_version(path, 99)
-
-
-def older(path: Path) -> str:
-    return of_version(path, 3)
-
-
-def corrupt(path: Path) -> str:
-    path.write_bytes(b"no database at all" * 100)
-    return "file is not a database"
-
-
-def cut_off(path: Path) -> str:
-    for i in range(40):
-        Archive(f"sqlite:///{path}").add(a_record(path.parent, f"11-{1 + i % 28:02d}", float(i)))
-    path.write_bytes(path.read_bytes()[:5000])
-    return "malformed"
-
-
-def a_folder(path: Path) -> str:
-    path.mkdir()
-    return "unable to open database file"
-
-
-@pytest.mark.parametrize(
-    "spoil", [foreign, newer, older, corrupt, cut_off, a_folder], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("kind", ["foreign", "99", "3", "corrupt", "cut off", "a folder"])
 def test_invalid_store_is_reported_and_left_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spoil
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     path = tmp_path / "store.sqlite"
-    words = spoil(path)
+    words = spoil(kind, path)
     before = path.read_bytes() if path.is_file() else None
     for args in ((ROW,), ("add", str(a_record(tmp_path, "10-01")))):
         assert bumpgate(monkeypatch, "history", *args, "--store", f"sqlite:///{path}") == 4
@@ -359,6 +352,9 @@ def test_invalid_store_is_reported_and_left_unchanged(
         assert words in line
         assert str(path) in line
     assert (path.read_bytes() if path.is_file() else None) == before
+
+
+NO_PORT, NO_DRIVER = "postgresql://u:p@h:port/x", "oracle+nothing://u:secret@h/x"
 
 
 @pytest.mark.parametrize(
@@ -369,16 +365,10 @@ def test_invalid_store_is_reported_and_left_unchanged(
         ((ROW,), f"no reading of {ROW} in "),
         ((ROW, "b/c/d"), "history shows one row, got 2"),
         ((ROW, "--store", "nonsense"), "--store 'nonsense': not a database URL"),
-        (
-            (ROW, "--store", "postgresql://u:p@h:port/x"),
-            "--store 'postgresql://h:port/x': not a database URL",
-        ),
+        ((ROW, "--store", NO_PORT), "--store 'postgresql://h:port/x': not a database URL"),
         ((ROW, "--days", "99999999999"), "Invalid value for '--days'"),
         (("add", "/"), "/: cannot be read (Is a directory)"),
-        (
-            (ROW, "--store", "oracle+nothing://u:secret@h/x"),
-            "oracle+nothing://h/x: its database driver is not installed",
-        ),
+        ((ROW, "--store", NO_DRIVER), "oracle+nothing://h/x: its database driver is not installed"),
     ],
 )
 def test_history_bad_input_prints_one_line_and_exits_4(
