@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bumpgate import cli, fleet
+from bumpgate import fleet
 from bumpgate.bisect import bisection
 from bumpgate.bisect.bisection import MachineError
 from bumpgate.bisect.options import Options
@@ -21,8 +21,8 @@ from bumpgate.core.findings import Decision
 from bumpgate.env.request import Request
 from bumpgate.fleet import Done, Lost, Readings, Task
 from tests.fleet.lanes import PYTHONS, two_lanes
-from tests.support.foreign import Foreign
 from tests.support.killing import KillPoints, check_every_kill_point, run_loop
+from tests.support.project import Result, in_process
 
 
 def test_kill_at_every_step_of_a_batch_gives_the_same_answer(tmp_path: Path) -> None:
@@ -160,58 +160,52 @@ def test_folder_on_host_outlives_a_failed_task(tmp_path: Path, monkeypatch: pyte
     assert not place.exists()
 
 
-@pytest.fixture
-def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Foreign:
-    """A repository with two lanes and an interpreter per side, whose torch imports at once."""
-    made = two_lanes(tmp_path)
-    for name, value in (made.env | {"BUMPGATE_HOME": str(tmp_path / ".home")}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
-    return made
-
-
-Run = Callable[..., tuple[int, list[str], str]]
+Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs `bumpgate fleet` on a cluster: its exit code, its lines, its error."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function that runs `bumpgate fleet` on a cluster, in the folder of the test."""
 
-    def run(cluster: Any, *arguments: str) -> tuple[int, list[str], str]:
+    def run(cluster: Any, *arguments: str) -> Result:
         monkeypatch.setattr(fleet, "Cluster", lambda address: cluster)
-        monkeypatch.setattr(sys, "argv", ["bumpgate", "fleet", "--ray", "a:1", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        return int(ended.value.code or 0), printed.out.splitlines(), printed.err
+        return in_process(tmp_path, "fleet", "--ray", "a:1", *arguments)
 
     return run
 
 
-def test_gate_of_each_lane_comes_back_with_its_files(foreign: Foreign, run: Run) -> None:
-    cluster = FakeCluster(1)
-    gates = ("gate", "--lane", "mine", "--lane", "other", "--out", "out")
-    code, lines, _ = run(cluster, *gates, "--", *PYTHONS)
-    out = foreign.root / "out"
-    assert code == 125, (out / "mine/fleet.log").read_text()
-    assert lines[0] == "UNKNOWN  other: no verdict: its host died"
-    assert lines[1].startswith("UNKNOWN  mine on "), "its two sides are equal"
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with two lanes and an interpreter per side, whose torch imports at once."""
+    for name, value in (two_lanes(tmp_path).env | {"BUMPGATE_HOME": str(tmp_path / ".home")}).items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def test_gate_of_each_lane_comes_back_with_its_files(tree: Path, run: Run) -> None:
+    cluster, out = FakeCluster(1), tree / "out"
+    gates = ("gate", "--lane", "mine", "--lane", "other", "--out", "out", "--", *PYTHONS)
+    ran = run(cluster, *gates)
+    assert ran.code == 125, (out / "mine/fleet.log").read_text()
+    lost, equal = ran.out.splitlines()
+    assert lost == "UNKNOWN  other: no verdict: its host died"
+    assert equal.startswith("UNKNOWN  mine on "), "its two sides are equal"
     assert [task.lane for task in cluster.tasks] == ["mine", "other"]
     assert {"gate.json", fleet.LOG} <= {path.name for path in (out / "mine").iterdir()}
     assert len([*(out / "mine").glob("*.json")]) >= 3, "the records of both sides"
-    assert not [*(foreign.root / ".home/fleet/gates").iterdir()]
-    code, _, error = run(cluster, *gates, "--", *PYTHONS)
-    assert (code, error.count("\n")) == (4, 1)
-    assert "out holds gates of mine: leave these out, or name another --out" in error
+    assert not [*(tree / ".home/fleet/gates").iterdir()]
+    again = run(cluster, *gates)
+    assert (again.code, again.err.count("\n")) == (4, 1)
+    assert "out holds gates of mine: leave these out, or name another --out" in again.err
 
 
-def test_gate_with_bad_input_is_refused_on_every_host(foreign: Foreign, run: Run) -> None:
-    code, lines, _ = run(
+def test_gate_with_bad_input_is_refused_on_every_host(tree: Path, run: Run) -> None:
+    ran = run(
         FakeCluster(), "gate", "--lane", "mine", "--out", "out", "--", "--python-candidate", sys.executable
     )
-    assert code == 4
-    assert "no verdict: " in lines[0]
-    assert "pyproject.toml has no extra 'mine'" in lines[0]
+    assert ran.code == 4
+    assert "no verdict: " in ran.out
+    assert "pyproject.toml has no extra 'mine'" in ran.out
 
 
 @pytest.mark.parametrize(("code", "kept"), [(1, Decision.ADOPT), (0, Decision.HOLD), (0, None)])
@@ -226,7 +220,10 @@ def test_gate_that_ends_with_another_code_has_no_verdict(
         fleet.measure_on_host("mine", (), tmp_path, "name")
 
 
-ADOPT, HOLD = (Done("node", {"decision": name}) for name in ("ADOPT", "HOLD"))
+ADOPT, HOLD = (
+    Done("node", SimpleNamespace(decision=d, findings=(), wall_seconds=60.0))
+    for d in (Decision.ADOPT, Decision.HOLD)
+)
 LOST, REFUSED = Lost("its host died"), Lost("no such lane", refused=True)
 
 
@@ -242,23 +239,16 @@ LOST, REFUSED = Lost("its host died"), Lost("no such lane", refused=True)
     ids=["adopt", "hold", "unknown", "hold before unknown", "bad input before all"],
 )
 def test_worst_lane_decides_the_exit_code_of_gates(
-    results: list[Done | Lost], code: int, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    results: list[Done | Lost], code: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decisions: dict[str, Any] = {}
-
-    def unpack(value: Any, folder: Path, last: str) -> None:
-        decision = Decision[value["decision"]]
-        decisions[folder.name] = SimpleNamespace(decision=decision, findings=(), wall_seconds=60.0)
-
-    monkeypatch.setattr(fleet, "unpack", unpack)
-    monkeypatch.setattr(fleet, "read_gate", lambda folder: decisions.get(folder.name))
+    gates: dict[str, Any] = {}
+    monkeypatch.setattr(fleet, "unpack", lambda gate, folder, last: gates.update({folder.name: gate}))
+    monkeypatch.setattr(fleet, "read_gate", lambda folder: gates.get(folder.name))
     cluster = SimpleNamespace(run=lambda tasks: enumerate(results), close=lambda: None)
     lanes = [part for number in range(len(results)) for part in ("--lane", f"lane{number}")]
-    ended, lines, _ = run(cluster, "gate", *lanes, "--out", str(tmp_path), "--", "--candidate", "torch==2")
-    assert (ended, len(lines)) == (code, len(results)), lines
-    for line, result in zip(lines, results):
-        words = result.value["decision"] if isinstance(result, Done) else "UNKNOWN"
-        assert line.startswith(words)
+    ran = run(cluster, "gate", *lanes, "--", "--candidate", "torch==2")
+    words = [result.value.decision.name if isinstance(result, Done) else "UNKNOWN" for result in results]
+    assert (ran.code, [line.split()[0] for line in ran.out.splitlines()]) == (code, words)
 
 
 ENDS = ("--ray", "a:1", "bisect", "--good", "1.0", "--bad", "2.0", "--command", "true")
@@ -277,13 +267,9 @@ GATE = ("--ray", "a:1", "gate", "--lane", "h200", "--", "--candidate", "torch==2
     ],
 )
 def test_bad_fleet_input_is_one_line(
-    arguments: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    arguments: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)  # as where the extra is not installed
-    monkeypatch.setattr(sys, "argv", ["bumpgate", "fleet", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    error = capsys.readouterr().err
-    assert (ended.value.code, error.count("\n")) == (4, 1), error
-    assert words in error
+    ran = in_process(tmp_path, "fleet", *arguments)
+    assert (ran.code, ran.err.count("\n")) == (4, 1), ran
+    assert words in ran.err

@@ -12,7 +12,8 @@ from bumpgate.core.findings import Decision, Finding, TimedOutcome
 from bumpgate.core.rows import Verdict
 from bumpgate.history.archive import Archive, default_store
 from bumpgate.history.known_findings import GONE, NEW, STILL, UNMEASURED, FindingError
-from tests.support.reports import BREAKS, OTHER, TIMED, bumpgate, gate_of_day, save_record
+from tests.support.project import in_process
+from tests.support.reports import BREAKS, OTHER, TIMED, gate_of_day, save_record
 
 ISSUE = "https://github.com/pytorch/pytorch/issues/1"
 
@@ -31,13 +32,17 @@ def states(archive: Archive, path: Path) -> list[str]:
     return [found.state for found in archive.add(path).findings]
 
 
-def test_finding_states_are_new_still_gone_and_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def done(*args: object) -> list[str]:
+    """Run bumpgate, which must succeed, and return the lines that it prints."""
+    ran = in_process(Path(), *map(str, args))
+    assert ran.code == 0, ran
+    return ran.out.splitlines()
+
+
+def test_finding_states_are_new_still_gone_and_back(tmp_path: Path) -> None:
     printed = []
     for day, red in ((1, (BREAKS,)), (2, (BREAKS, OTHER)), (3, ()), (4, ()), (5, (BREAKS,))):
-        assert bumpgate(monkeypatch, "history", "add", str(gate_of_day(tmp_path, day, red))) == 0
-        printed.append(capsys.readouterr().out.splitlines()[1:])
+        printed.append(done("history", "add", gate_of_day(tmp_path, day, red))[1:])
     (first,), (second,), (third,), fourth, (fifth,) = printed
     key = first.split()[1]
     assert first == f"new           {key}  CHANGED graph_breaks; 1 row; since 2026-11-01"
@@ -142,24 +147,17 @@ def test_findings_that_differ_in_a_number_stay_two(tmp_path: Path, archive: Arch
     assert sorted(f.state for f in found) == [NEW, STILL]
 
 
-def test_link_and_owner_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], archive: Archive
-) -> None:
+def test_link_and_owner_are_kept(tmp_path: Path, archive: Archive) -> None:
     (found,) = archive.add(gate_of_day(tmp_path, 1)).findings
-    assert bumpgate(monkeypatch, "findings", "link", found.key[:6], ISSUE) == 0
-    assert bumpgate(monkeypatch, "findings", "owner", found.key, "ada") == 0
-    capsys.readouterr()
-    assert bumpgate(monkeypatch, "history", "add", str(gate_of_day(tmp_path, 2))) == 0
-    assert capsys.readouterr().out.splitlines()[1].endswith(f"; since 2026-11-01 (2 gates); ada; {ISSUE}")
-    assert bumpgate(monkeypatch, "findings", "list") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "1 open, 0 gone"
-    assert bumpgate(monkeypatch, "findings", "link", found.key, "") == 0
+    done("findings", "link", found.key[:6], ISSUE)
+    done("findings", "owner", found.key, "ada")
+    added = done("history", "add", gate_of_day(tmp_path, 2))
+    assert added[1].endswith(f"; since 2026-11-01 (2 gates); ada; {ISSUE}")
+    assert done("findings", "list")[-1] == "1 open, 0 gone"
+    done("findings", "link", found.key, "")
     archive.add(gate_of_day(tmp_path, 3, ()))
-    capsys.readouterr()
-    assert bumpgate(monkeypatch, "findings", "list", "--lane", "cpu") == 0
-    assert capsys.readouterr().out == "0 open, 1 gone\n"
-    assert bumpgate(monkeypatch, "findings", "list", "--gone") == 0
-    line = capsys.readouterr().out.splitlines()[0]
+    assert done("findings", "list", "--lane", "cpu") == ["0 open, 1 gone"]
+    line = done("findings", "list", "--gone")[0]
     assert line.startswith("gone ")
     assert line.endswith("; ada")
 
@@ -176,11 +174,10 @@ def test_link_and_owner_are_kept(
         (("list", "--store", "nonsense"), "--store 'nonsense': not a database URL"),
     ],
 )
-def test_bad_findings_input_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], words: str
-) -> None:
-    assert bumpgate(monkeypatch, "findings", *args) == 4
-    (line,) = capsys.readouterr().err.splitlines()
+def test_bad_findings_input_is_one_line(args: tuple[str, ...], words: str) -> None:
+    ran = in_process(Path(), "findings", *args)
+    assert ran.code == 4
+    (line,) = ran.err.splitlines()
     assert words in line
     assert "secret" not in line
 

@@ -25,8 +25,8 @@ from bumpgate.history.archive import Archive
 from bumpgate.report import dashboard, history
 from bumpgate.report.dashboard import NightReading, Series, spans
 from suites.support.planted import planted
-from tests.support.project import REPO
-from tests.support.reports import HERE, bumpgate, judged, paired, row, write_gate
+from tests.support.project import REPO, Result, in_process
+from tests.support.reports import HERE, judged, paired, row, write_gate
 
 P = Verdict.PASS
 ROW = "throughput/nam52-regional/seconds"
@@ -236,18 +236,23 @@ def test_changes_finds_a_jump_in_noise_but_none_in_noise_alone() -> None:
     assert 30 not in history.changes(odd), "one outlier is not a new level"
 
 
-def test_history_command_lists_readings_and_marks_the_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for day in range(1, 9):
-        a_record(tmp_path, f"11-0{day}", 1.0 if day < 5 else 1.25)
-    files = sorted(str(p) for p in tmp_path.glob("11-*.json"))
-    assert bumpgate(monkeypatch, "history", "add", *files) == 0
-    assert capsys.readouterr().out.count(": added\n") == 8
-    assert bumpgate(monkeypatch, "history", "add", files[0]) == 0
-    assert capsys.readouterr().out == f"{files[0]}: already stored\n"
-    assert bumpgate(monkeypatch, "history", ROW) == 0
-    lines = capsys.readouterr().out.splitlines()
+def run(*args: object) -> Result:
+    return in_process(Path(), "history", *map(str, args))
+
+
+def error(*args: object) -> str:
+    """Run `bumpgate history`, which must refuse, and return its line."""
+    ran = run(*args)
+    assert ran.code == 4, ran
+    (line,) = ran.err.splitlines()
+    return line
+
+
+def test_history_command_lists_readings_and_marks_the_change(tmp_path: Path) -> None:
+    files = [a_record(tmp_path, f"11-0{day}", 1.0 if day < 5 else 1.25) for day in range(1, 9)]
+    assert run("add", *files).out.count(": added\n") == 8
+    assert run("add", files[0]).out == f"{files[0]}: already stored\n"
+    lines = run(ROW).out.splitlines()
     assert lines[4] == ">  2026-11-05 02:00  1.25  s  PASS  torch 2.13.0+cpu  ffffffffffff"
     assert lines[3] == "   2026-11-04 02:00  1     s  PASS  torch 2.13.0+cpu  ffffffffffff"
     assert lines[8] == "8 readings, 1 change of level"
@@ -295,24 +300,20 @@ def test_killed_writer_leaves_the_archive_unchanged(tmp_path: Path, archive: Arc
 @pytest.mark.parametrize(
     "timed", [pytest.param(True, marks=planted("C37", "a history of two classes of host")), False]
 )
-def test_history_does_not_mix_timed_rows_of_two_host_classes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], timed: bool
-) -> None:
+def test_history_does_not_mix_timed_rows_of_two_host_classes(tmp_path: Path, timed: bool) -> None:
     kind = {"better": "lower", "tolerance": 0.1, "interval": (0.9, 1.1)} if timed else {}
-    store = f"sqlite:///{tmp_path / 'a.sqlite'}"
     for day, cpu in (("11-01", "Xeon"), ("11-02", "EPYC"), ("11-03", "Xeon")):
         path = tmp_path / f"{day}.json"
         here = HERE | {"started": f"2026-{day}T02:00:00+00:00", "cpu": cpu}
         write_record(path, here, [judged(P, row(ROW, 1.0, unit="s", **kind))])
-        assert bumpgate(monkeypatch, "history", "add", str(path), "--store", store) == 0
-    capsys.readouterr()
-    assert bumpgate(monkeypatch, "history", ROW, "--store", store) == (4 if timed else 0)
+        assert run("add", path).code == 0
     if timed:
-        (line,) = capsys.readouterr().err.splitlines()
+        line = error(ROW)
         assert "its readings of 2 classes of host are not comparable: name one with --host " in line
         assert "EPYC" in line
-    assert bumpgate(monkeypatch, "history", ROW, "--store", store, "--host", "Xeon") == 0
-    assert "2 readings" in capsys.readouterr().out
+    else:
+        assert run(ROW).code == 0
+    assert "2 readings" in run(ROW, "--host", "Xeon").out
 
 
 def spoil(kind: str, path: Path) -> str:
@@ -340,15 +341,12 @@ def spoil(kind: str, path: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ["foreign", "99", "3", "corrupt", "cut off", "a folder"])
-def test_invalid_store_is_reported_and_left_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_invalid_store_is_reported_and_left_unchanged(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "store.sqlite"
     words = spoil(kind, path)
     before = path.read_bytes() if path.is_file() else None
-    for args in ((ROW,), ("add", str(a_record(tmp_path, "10-01")))):
-        assert bumpgate(monkeypatch, "history", *args, "--store", f"sqlite:///{path}") == 4
-        (line,) = capsys.readouterr().err.splitlines()
+    for args in ((ROW,), ("add", a_record(tmp_path, "10-01"))):
+        line = error(*args, "--store", f"sqlite:///{path}")
         assert words in line
         assert str(path) in line
     assert (path.read_bytes() if path.is_file() else None) == before
@@ -371,34 +369,22 @@ NO_PORT, NO_DRIVER = "postgresql://u:p@h:port/x", "oracle+nothing://u:secret@h/x
         ((ROW, "--store", NO_DRIVER), "oracle+nothing://h/x: its database driver is not installed"),
     ],
 )
-def test_history_bad_input_prints_one_line_and_exits_4(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], words: str
-) -> None:
-    assert bumpgate(monkeypatch, "history", *args) == 4
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
+def test_history_bad_input_prints_one_line_and_exits_4(args: tuple[str, ...], words: str) -> None:
+    assert words in error(*args)
 
 
-def test_history_refuses_mixed_lanes_and_incomplete_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = [str(a_record(tmp_path, "11-01")), str(a_record(tmp_path, "11-02", lane="h200"))]
-    assert bumpgate(monkeypatch, "history", "add", *files) == 0
-    assert bumpgate(monkeypatch, "history", ROW) == 4
-    assert "name one with --lane cpu | h200" in capsys.readouterr().err
-    assert bumpgate(monkeypatch, "history", ROW, "--lane", "cpu") == 0
-    assert bumpgate(monkeypatch, "history", "add", str(a_record(tmp_path, "11-03", started=""))) == 4
-    assert "states no start time" in capsys.readouterr().err
+def test_history_refuses_mixed_lanes_and_incomplete_files(tmp_path: Path) -> None:
+    files = [a_record(tmp_path, "11-01"), a_record(tmp_path, "11-02", lane="h200")]
+    assert run("add", *files).code == 0
+    assert "name one with --lane cpu | h200" in error(ROW)
+    assert run(ROW, "--lane", "cpu").code == 0
+    assert "states no start time" in error("add", a_record(tmp_path, "11-03", started=""))
     unfinished = a_gate(tmp_path, "11-04")
     unfinished.write_text(unfinished.read_text().replace('"finished": true', '"finished": false'))
-    assert bumpgate(monkeypatch, "history", "add", str(unfinished)) == 4
-    assert "the gate was cut short" in capsys.readouterr().err
+    assert "the gate was cut short" in error("add", unfinished)
 
 
-def test_history_without_sqlalchemy_prints_the_install_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_history_without_sqlalchemy_prints_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)
-    assert bumpgate(monkeypatch, "history", ROW) == 4
-    line = "bumpgate: bumpgate history needs sqlalchemy; install it with: pip install 'bumpgate[report]'\n"
-    assert capsys.readouterr().err == line
+    line = "bumpgate: bumpgate history needs sqlalchemy; install it with: pip install 'bumpgate[report]'"
+    assert error(ROW) == line
