@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from bumpgate.bisect import wheel_metadata
 from bumpgate.bisect.attribution import Mixture, attribute, changes
-from bumpgate.bisect.search import ProbeOutcome
+from bumpgate.bisect.search import BAD, GOOD, SKIP, ProbeOutcome
 from bumpgate.env.build import Environment
 
 
@@ -28,79 +30,57 @@ def environment(
 
 
 def test_torch_is_grouped_with_its_pinned_cuda_libraries(tmp_path: Path) -> None:
-    pins = [
-        "nvidia-cublas==13.1.0.3; platform_system == 'Linux'",
-        "nvidia-nccl-cu13>=2",
-        "triton==3.7.1",
-        "sympy",
-    ]
-    old = environment(tmp_path / "a", "torch", "2.13.0", pins)
+    cublas = "nvidia-cublas==13.1.0.3; platform_system == 'Linux'"
+    old = environment(
+        tmp_path / "a", "torch", "2.13.0", [cublas, "nvidia-nccl-cu13>=2", "triton==3.7.1", "sympy"]
+    )
     new = environment(tmp_path / "b", "torch", "2.14.0", ["cuda-bindings==13.0"])
     assert wheel_metadata.together(old, new) == [{"torch", "nvidia-cublas", "cuda-bindings"}], (
         "triton is a separate group"
     )
 
 
-CUDA_12 = ["cudart", "cublas", "cufft", "cufile", "nvjitlink"]
-CUDA_13 = ["cublas==13.1.0.3.*", "cufft==12.0.*", "cufile==1.15.*", "nvjitlink<14,>=13.0"]
+CUDA_12 = [f"nvidia-{name}-cu12" for name in ("cudart", "cublas", "cufft", "cufile", "nvjitlink")]
+CUDA_13 = {"cublas": "==13.1.0.3.*", "cufft": "==12.0.*", "cufile": "==1.15.*", "nvjitlink": "<14,>=13.0"}
 
 
 def cuda_step(folder: Path) -> list[Environment]:
     """The requirements of torch 2.10 (CUDA 12, each library pinned) and 2.11 (CUDA 13, through cuda-toolkit)."""
-    linux = "; platform_system == 'Linux'"
-    libraries = [f"nvidia-{name}-cu12" for name in CUDA_12]
-    old = environment(
-        folder / "a", "torch", "2.10.0", [*(f"{n}==12.8{linux}" for n in libraries), "triton==3.6.0"]
-    )
-    new = environment(
-        folder / "b",
-        "torch",
-        "2.11.0",
-        [f"cuda-toolkit[cublas,cufft,cufile]==13.0.2{linux}", "nvidia-nccl-cu13==2.28.9", "triton==3.6.0"],
-    )
-    requires = [f"nvidia-{r}; extra == '{r.partition('=')[0].partition('<')[0]}'" for r in CUDA_13]
+    linux, triton = "; platform_system == 'Linux'", "triton==3.6.0"
+    pins = [f"{name}==12.8{linux}" for name in CUDA_12]
+    old = environment(folder / "a", "torch", "2.10.0", [*pins, triton])
+    toolkit = f"cuda-toolkit[cublas,cufft,cufile]==13.0.2{linux}"
+    new = environment(folder / "b", "torch", "2.11.0", [toolkit, "nvidia-nccl-cu13==2.28.9", triton])
+    requires = [f"nvidia-{name}{pin}; extra == '{name}'" for name, pin in CUDA_13.items()]
     environment(folder / "b", "cuda-toolkit", "13.0.2", [*requires, "nvidia-npp==13.0.*; extra == 'npp'"])
     environment(folder / "b", "nvidia-cufft", "12.0.1", ["nvidia-nvjitlink"])
-    sides = [
-        dict.fromkeys(libraries, "12.8") | {"torch": "2.10.0", "triton": "3.6.0", "setuptools": "80.1"},
-        {
-            "torch": "2.11.0",
-            "triton": "3.6.0",
-            "setuptools": "80.9",
-            "cuda-toolkit": "13.0.2",
-            "numpy": "2.4.0",
-        }
-        | {f"nvidia-{r.partition('=')[0].partition('<')[0]}": "13" for r in CUDA_13}
-        | {"nvidia-nccl-cu13": "2.28.9", "cuda-bindings": "13.0.3"},
-    ]
-    return [replace(e, packages=packages) for e, packages in zip((old, new), sides)]
+    before = dict.fromkeys(CUDA_12, "12.8") | {"torch": "2.10.0", "triton": "3.6.0", "setuptools": "80.1"}
+    after = {"torch": "2.11.0", "triton": "3.6.0", "setuptools": "80.9", "numpy": "2.4.0"}
+    after |= {"cuda-toolkit": "13.0.2", "nvidia-nccl-cu13": "2.28.9", "cuda-bindings": "13.0.3"}
+    after |= {f"nvidia-{name}": "13" for name in CUDA_13}
+    return [replace(old, packages=before), replace(new, packages=after)]
 
 
-def test_cuda_12_to_13_step_takes_few_mixtures(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("culprit", "most"), [("torch", 2), ("numpy", 6)])
+def test_cuda_12_to_13_step_takes_few_mixtures(tmp_path: Path, culprit: str, most: int) -> None:
     """torch needs the libraries of its own CUDA: a mixture does not import. The search has read both endpoints."""
     old, new = cuda_step(tmp_path)
     every = frozenset(change.name for change in changes(old.packages, new.packages))
-    known = [(frozenset[str](), ProbeOutcome.GOOD), (every, ProbeOutcome.BAD)]
-    for culprit, most in (("torch", 2), ("numpy", 6)):
-        seen: list[Mixture] = []
+    seen: list[Mixture] = []
 
-        def probe(
-            mixture: Mixture, packages: dict[str, str], culprit: str = culprit, seen: list[Mixture] = seen
-        ) -> ProbeOutcome:
-            seen.append(mixture)
-            later = packages["torch"] == "2.11.0"
-            if (
-                any(name in packages for name in ("nvidia-cufile", "cuda-toolkit", "nvidia-nvjitlink"))
-                != later
-            ):
-                return ProbeOutcome.SKIP
-            return ProbeOutcome.BAD if culprit in mixture else ProbeOutcome.GOOD
+    def probe(mixture: Mixture, packages: dict[str, str]) -> ProbeOutcome:
+        seen.append(mixture)
+        cuda_13 = not packages.keys().isdisjoint({"nvidia-cufile", "cuda-toolkit", "nvidia-nvjitlink"})
+        if cuda_13 != (packages["torch"] == "2.11.0"):
+            return SKIP
+        return BAD if culprit in mixture else GOOD
 
-        groups = wheel_metadata.together(old, new)
-        found = attribute(old.packages, new.packages, probe, groups, known=known, first="torch")
-        assert culprit in {change.name for change in found.changes}
-        assert (found.unresolved, found.needed, found.separable) == (0, True, True)
-        assert len(seen) <= most, (culprit, seen)
+    groups = wheel_metadata.together(old, new)
+    known = [(frozenset[str](), GOOD), (every, BAD)]
+    found = attribute(old.packages, new.packages, probe, groups, known=known, first="torch")
+    assert culprit in {change.name for change in found.changes}
+    assert (found.unresolved, found.needed, found.separable) == (0, True, True)
+    assert len(seen) <= most, seen
 
 
 def test_compare_link_uses_wheel_metadata(tmp_path: Path) -> None:
