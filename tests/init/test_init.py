@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from bumpgate import cli
 from bumpgate.core import lanes
 from bumpgate.env.lane import LaneContext
 from bumpgate.plugin import devices
 from tests.support.foreign import Foreign
+from tests.support.project import in_process
 
 FILES = ("bumpgate.toml", "bumps/requirements.txt", "bumps/test_bump.py", ".github/workflows/bumpgate.yml")
 
@@ -25,15 +25,12 @@ Init = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Init:
+def init(tmp_path: Path) -> Init:
     """`bumpgate init` in tmp_path -> exit code, stdout, stderr."""
 
     def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["bumpgate", "init", *args])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return (int(ended.value.code or 0), *capsys.readouterr())
+        ran = in_process(tmp_path, "init", *args)
+        return ran.code, ran.out, ran.err
 
     return run
 
@@ -78,21 +75,6 @@ def test_init_adds_existing_tests_to_the_lane(init: Init, tmp_path: Path) -> Non
     assert len(foreign.verdicts()) == 2
 
 
-def test_init_refuses_tests_that_do_not_exist(init: Init, tmp_path: Path) -> None:
-    code, _, err = init("--torch", "2.13.0", "--tests", "tests")
-    assert (code, err) == (4, f"bumpgate: --tests tests: no such file or folder below {tmp_path}\n")
-    assert written(tmp_path) == set()
-
-
-@pytest.mark.parametrize("path", ["{root}/tests", "tests/../tests"])
-def test_init_refuses_tests_that_no_node_id_names(init: Init, tmp_path: Path, path: str) -> None:
-    (tmp_path / "tests").mkdir()
-    path = path.format(root=tmp_path)
-    code, _, err = init("--torch", "2.13.0", "--tests", path)
-    assert (code, err) == (4, f"bumpgate: --tests {path}: name it relative to {tmp_path}, without '..'\n")
-    assert not (tmp_path / "bumpgate.toml").exists()
-
-
 GPUS = {
     "h100": ("NVIDIA H100 80GB HBM3", 1, "9.0"),
     "b200": ("NVIDIA B200", 1, ""),
@@ -123,19 +105,11 @@ def test_workflow_passes_the_candidate_and_the_exit_code(init: Init, tmp_path: P
     """The script of the workflow, with a `python3` that makes a folder of stubs instead of an environment."""
     assert init("--torch", "2.13.0")[0] == 0
     path = tmp_path / ".github/workflows/bumpgate.yml"
-    check = [
-        sys.executable,
-        "-m",
-        "check_jsonschema",
-        "--builtin-schema",
-        "vendor.github-workflows",
-        str(path),
-    ]
-    checked = subprocess.run(check, capture_output=True, text=True)
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    checked = subprocess.run([*check, str(path)], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
-    assert all(
-        re.match(r"[\w./-]+@[0-9a-f]{40} # v\d", used) for used in re.findall("uses: (.+)", path.read_text())
-    )
+    used = re.findall("uses: (.+)", path.read_text())
+    assert all(re.match(r"[\w./-]+@[0-9a-f]{40} # v\d", action) for action in used)
     steps = YAML(typ="safe").load(path.read_text())["jobs"]["gate"]["steps"]
     (script,) = (step["run"] for step in steps if "run" in step)
     stub = tmp_path / "bin/python3"
@@ -184,13 +158,17 @@ def test_init_overwrites_nothing(init: Init, tmp_path: Path, name: str) -> None:
         (("--torch", "latest"), "--torch 'latest' is not a version such as 2.13.0"),
         (("--torch", "torch==2.13.0"), "--torch 'torch==2.13.0' is not a version"),
         (("--lanes", "mine"), "No such option"),
+        (("--tests", "none"), "--tests none: no such file or folder below {root}"),
+        (("--tests", "{root}/tests"), "--tests {root}/tests: name it relative to {root}, without '..'"),
+        (("--tests", "tests/../tests"), "--tests tests/../tests: name it relative to {root}, without '..'"),
     ],
-    ids=["lane name", "torch name", "torch requirement", "option"],
 )
 def test_init_refuses_bad_options(init: Init, tmp_path: Path, options: tuple[str, ...], words: str) -> None:
-    code, out, err = init(*options)
+    (tmp_path / "tests").mkdir()
+    torch = [] if "--torch" in options else ["--torch", "2.13.0"]
+    code, out, err = init(*torch, *(option.format(root=tmp_path) for option in options))
     assert (code, out, len(err.splitlines())) == (4, "", 1)
-    assert words in err
+    assert words.format(root=tmp_path) in err
     assert written(tmp_path) == set()
 
 
@@ -199,11 +177,8 @@ def test_init_without_torch_names_the_option(init: Init, monkeypatch: pytest.Mon
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", absent)
-    code, _, err = init()
-    assert (code, err) == (
-        4,
-        "bumpgate: torch is not installed here: name the adopted version, --torch 2.13.0\n",
-    )
+    line = "bumpgate: torch is not installed here: name the adopted version, --torch 2.13.0\n"
+    assert init() == (4, "", line)
 
 
 def test_init_example_passes_and_detects_a_regression(init: Init, tmp_path: Path) -> None:
