@@ -153,8 +153,8 @@ def _continue(options: Options) -> tuple[Journal | None, Range | None]:
         line = shlex.join(["bumpgate", "bisect", *plan.command])
         other = f"{out} holds another bisect: name another --out, or continue it: {line} --resume"
     elif plan.finding and options.finding and plan.finding != options.finding.digest:
-        other = f"{out} is of another finding than {options.from_gate} has now, which was written again: name another"
-        other += " --out"
+        other = f"{out} is of another finding than {options.from_gate} has now, which was written again"
+        other += ": name another --out"
     if other:
         state.close()
         raise BisectError(other)
