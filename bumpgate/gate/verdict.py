@@ -67,6 +67,8 @@ from bumpgate.table import part_of_lane
 # Right on both sides, but worse on the candidate side by more than the kind of row allows.
 WORSE = "WORSE"
 ONE_SIDE = "measured on one side only"
+# What only the candidate's tests logged (bumpgate.plugin.logged).
+LOGS = "LOGS"
 # Both sides are the same set.
 EQUAL = "EQUAL"
 # The sides ran another pattern, dtype, batch or number of tokens, so their values are not comparable.
@@ -255,6 +257,7 @@ def _of_records(lane: str, adopted: Record, candidate: Record, timed: Collection
         found += _finding(lane, g, b, result) if result else []
     found += _problems(lane, adopted, candidate)
     found += _lost_tests(lane, adopted, candidate, spared)
+    found += _logged(adopted, candidate)
     if not (before or after.keys() - new or timed):
         head = "no row was selected"
         found.append(Finding(Decision.UNKNOWN, "NOTHING", "", head, repro=f"pytest -m {lane}"))
@@ -389,6 +392,24 @@ def _lost_tests(lane: str, adopted: Record, candidate: Record, spared: Mapping[s
         for test, outcome in census.lost(census.ran(adopted.tests), candidate.tests).items()
         if test not in shown and outcome != adopted.tests[test]
     ]
+
+
+def _logged(adopted: Record, candidate: Record) -> list[Finding]:
+    """List the classes of log lines that only the candidate's tests have: they hold nothing, the rows decide."""
+    before, after = (record.provenance.get("logged", {}) for record in (adopted, candidate))
+    if not (adopted.complete and candidate.complete and adopted.tests and candidate.tests):
+        return []
+    new = {name: logged for name, logged in after.items() if name not in before}
+    texts = {name: f"{count} times: {first}" for name, (count, first) in new.items()}
+    rest = tuple(text for name, text in texts.items() if ": " in name)
+    found = [
+        Finding(Decision.ADOPT, LOGS, "", f"only the candidate logs {name}", candidate=(text,))
+        for name, text in texts.items()
+        if ": " not in name
+    ]
+    if rest:
+        found.append(Finding(Decision.ADOPT, LOGS, "", "warnings of the candidate alone", candidate=rest))
+    return found
 
 
 def _without_stored_times(j: Judgement | None) -> Judgement | None:

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from bumpgate.plugin import provenance
 from bumpgate.plugin.judge import record_path
 from bumpgate.plugin.lane_run import LaneRun
 from bumpgate.plugin.lanes import GREEN
+from bumpgate.plugin.logged import LoggedClasses
 from bumpgate.plugin.problems import problems
 from bumpgate.plugin.rows import ROW_PROPERTY, baseline_path, lane_acceptances
 from bumpgate.plugin.selection import Selection
@@ -39,6 +41,7 @@ class LaneSession:
         self.config = config
         self.run = LaneRun(config, baseline, selection)
         self.record_path = record_path(config)
+        self.logged = LoggedClasses()
         self.closing = ""
 
     @pytest.hookimpl(tryfirst=True)
@@ -69,8 +72,12 @@ class LaneSession:
             if name == ROW_PROPERTY:
                 self._file(Judgement.from_json(json.loads(str(value))), report.nodeid)
         self.run.reports.take(report)
+        self.logged.take(report)
         if report.nodeid in self.run.reports.finished:
             self._keep()
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
+        self.logged.take_warning(warning_message)
 
     def _file(self, judgement: Judgement, nodeid: str) -> None:
         """File a judgement. Each report of a test repeats the rows of its earlier phases."""
@@ -148,6 +155,7 @@ class LaneSession:
             ),
             # A machine that fails may have lost the only rows that a pattern matches.
             "margins": unused_margins(run.lane, rows) if whole and not run.reports.infra else [],
+            "logged": self.logged.facts(),
             "not_run": sorted([*run.reports.not_run_lines, *run.not_launched()]),
             "rules": {rule: texts[rule] for rule in sorted(used) if rule in texts},
         }
