@@ -47,7 +47,7 @@ FLOOR = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class AblationResult:
-    """stage: "dynamo", "aot", "inductor", or "" if no stage is at fault. backend: the last one that ran.
+    """stage: "dynamo", "aot", "inductor", or "" for none. backend: the last one that ran.
 
     worst: the gradient group (or "loss") farthest from fp64, `ratio` times as far as eager fp32; or `error`.
     """
@@ -59,11 +59,8 @@ class AblationResult:
     error: str = ""
 
     def __str__(self) -> str:
-        why = (
-            self.error
-            or f"{self.worst} is {self.ratio:.3g} times as far from fp64 as eager fp32 (at most {FACTOR:g})"
-        )
-        return f"{self.stage or 'no stage at fault'}: backend {self.backend}: {why}"
+        far = f"{self.worst} is {self.ratio:.3g} times as far from fp64 as eager fp32 (at most {FACTOR:g})"
+        return f"{self.stage or 'no stage at fault'}: backend {self.backend}: {self.error or far}"
 
 
 def results(
@@ -92,10 +89,7 @@ def group_errors(found: Mapping[str, list[Tensor]], exact: Mapping[str, list[Ten
 
 
 def worst_group(errors: Mapping[str, float], limits: Mapping[str, float]) -> tuple[str, float]:
-    """Return the group whose error is the largest multiple of its limit, and the multiple.
-
-    With a limit that is not finite the multiple is NaN, which counts as the largest.
-    """
+    """Return the group whose error is the largest multiple of its limit, and the multiple; NaN is the largest."""
     ratios = {g: e / limits[g] if math.isfinite(limits[g]) else math.nan for g, e in errors.items()}
     # Python's max would drop a NaN that is not first.
     worst = max(ratios, key=lambda group: (math.isnan(ratios[group]), ratios[group]))
@@ -125,9 +119,8 @@ def attribute(
         try:
             errors = group_errors(results(compiled, made, batches), exact)
         except Exception as error:  # any exception is the stage's fault: the same batches ran eagerly
-            return AblationResult(
-                stage, backend, error=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-            )
+            line = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            return AblationResult(stage, backend, error=line)
         worst, ratio = worst_group(errors, limits)
         if not ratio <= FACTOR:
             return AblationResult(stage, backend, worst, ratio)
@@ -139,14 +132,13 @@ def attribute(
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
     p = argparse.ArgumentParser(prog="python -m launch.ablation", description=__doc__)
-    p.add_argument("--preset", choices=NAMES, required=True)
-    p.add_argument("--size", choices=SIZES, default="narrow")
-    p.add_argument("--policy", choices=[p for p in POLICIES if p != "eager"], default="regional")
-    p.add_argument(
-        "--layers", default="", metavar="LETTERS", help="other layers than the preset's, such as AEM"
-    )
-    p.add_argument("--batch", type=int, default=2)
-    p.add_argument("--device", default="cpu")
+    add = p.add_argument
+    add("--preset", choices=NAMES, required=True)
+    add("--size", choices=SIZES, default="narrow")
+    add("--policy", choices=[p for p in POLICIES if p != "eager"], default="regional")
+    add("--layers", default="", metavar="LETTERS", help="other layers than the preset's, such as AEM")
+    add("--batch", type=int, default=2)
+    add("--device", default="cpu")
     return p
 
 

@@ -70,13 +70,11 @@ def accumulated_step(
 ) -> Tensor:
     """train_step on ids (B,T) int64, `rows` of them at a time -> the loss before the update, () fp32, detached.
 
-    The parts are weighted by their number of targets, so cross entropy and gradient equal the whole batch's.
-    The experts' auxiliary losses are means over a part: they balance the rows on the device at once. So are the losses
-    of an MTP head for later tokens, weighted like the cross entropy: with short documents, their part of the gradient
-    differs from the whole batch's.
+    The parts are weighted by their number of targets, so cross entropy and gradient equal the whole batch's. Losses
+    of experts and of an MTP head for later tokens are means over a part.
 
-    share: of several ranks, each takes its rows of the batch, and all return the loss of the whole batch. taking:
-    context of a forward and backward of this share of this process's rows (model.dsa.scaled_losses).
+    share: of several ranks, each takes its rows of the batch, and all return the loss of the whole batch.
+    taking: context of a forward and backward of this share of this process's rows (model.dsa.scaled_losses).
     """
     mine = share.of(ids)
     if share.count == 1 and rows >= ids.shape[0]:

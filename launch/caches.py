@@ -53,10 +53,7 @@ def writing(place: str) -> Iterator[None]:
 
 
 def disk_full(error: BaseException) -> str | None:
-    """Return the line about a full disk in an error's chain, or None if there is none.
-
-    Inductor wraps the OSError of a cache write, torch.save raises another error over it, and g++ only prints text.
-    """
+    """Return the line about a full disk in an error's chain (g++ only prints text), or None if there is none."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -77,9 +74,8 @@ def disk_full(error: BaseException) -> str | None:
 def usable(directory: Path, minimum_free: int = 0, name: str = "") -> None:
     """Check a directory by writing 4 KiB and reading the free space, in bytes; `name` begins each message.
 
-    Raises CacheError if the directory is missing (an unmounted volume must not become a directory on the root disk),
-    is not writable (tested by writing, because root ignores mode bits) or has less than minimum_free; DiskFull if the
-    write finds no space.
+    Root ignores mode bits. Raises CacheError if the directory is missing, not writable or has less than minimum_free,
+    DiskFull if the write finds no space.
     """
     place = f"{name}={directory}" if name else str(directory)
     if not directory.is_dir():
@@ -126,10 +122,8 @@ def _digest(file: BinaryIO, copy: BinaryIO | None = None) -> str:
 
 
 def files(directory: Path) -> dict[str, Path]:
-    """Map relative name -> path of every file below, without the marker files of `sync`.
-
-    Unlike rglob, os.walk tolerates a directory that a running compiler removes.
-    """
+    """Map relative name -> path of every file below, without the marker files of `sync`."""
+    # Unlike rglob, os.walk tolerates a directory that a running compiler removes.
     below = (Path(place, name) for place, _, names in os.walk(directory) for name in names)
     found = (path for path in sorted(below) if path.is_file())
     return {
@@ -142,10 +136,9 @@ def files(directory: Path) -> dict[str, Path]:
 def sync(source: Path, target: Path) -> list[str]:
     """Copy files that are missing or have another hash in `target`, delete nothing -> the names copied.
 
-    A target last seeded from the same content is warm: only its missing files are restored, changed ones are kept.
-    Each file is written atomically, so that several syncs and running jobs may share a target, or use the source: a
-    file that vanishes is left out. Raises CacheError on an unusable target or a file that is written during the copy,
-    DiskFull.
+    A target last seeded from the same content is warm: only its missing files are restored. Each file is written
+    atomically, so that running jobs may share both directories; a file that vanishes is left out. Raises CacheError on
+    an unusable target or a file that is written during the copy, DiskFull.
     """
     if not source.is_dir():
         raise CacheError(f"{source}: no such directory")

@@ -1,9 +1,8 @@
 """Probe what this torch supports by trying it (rule C16): python -m launch.capabilities [FORM ...]
 
 A kernel that reads its arguments' addresses, as a Triton launch does, is passed to Dynamo as a custom op, by
-allow_in_graph and under disable. Each form compiles a program of three operators, forward and backward. A version
-string is not enough: a nightly of 2.12 is older than "2.12", and whether a kernel may run on fake tensors does not
-depend on the version. Prints one JSON line per form; a form that crashes has no line.
+allow_in_graph and under disable. A version string is not enough: a nightly of 2.12 is older than "2.12". Prints one
+JSON line per form; a form that crashes has no line.
 """
 
 from __future__ import annotations
@@ -97,11 +96,7 @@ def probe(form: str, kernel: Kernel = by_address) -> Seen:
 
     results = []
     try:
-        for step in (
-            program,
-            torch.compile(program, backend=count),
-            torch.compile(program, backend="aot_eager"),
-        ):
+        for step in (program, *(torch.compile(program, backend=backend) for backend in (count, "aot_eager"))):
             x = torch.linspace(-1, 1, 8).requires_grad_()
             loss = step(x)
             loss.backward()
@@ -151,10 +146,9 @@ def chosen(found: Mapping[str, Seen], path: Path = PATH) -> str:
 
 
 def at_least(label: str, release: str) -> bool:
-    """Whether a build is `release` or later, by its release numbers.
+    """Whether a build is `release` or later; a nightly or source build counts as the release it leads to.
 
-    A nightly or source build counts as the release it leads to, which PEP 440 orders after it. Use it only for
-    decisions by version (a wheel index, a driver), not for features that can be probed.
+    Use it only for decisions by version (a wheel index, a driver), not for features that can be probed.
     """
     return Version(label).release >= Version(release).release
 

@@ -26,8 +26,7 @@ KEPT = 200  # lines of each child
 GRACE = 5.0  # seconds from the request to stop to the kill
 POLL = 0.02
 SETTLE = 2.0  # seconds in which a failure of another child can still be found to be the cause of the first
-# A rank that loses another one ends by an exception or is aborted by C++ (a thread of gloo, NCCL's watchdog). The
-# likeliest cause is a child with any other end, then one that was aborted.
+# How a rank ends that loses another one: by an exception, or aborted by C++ (a thread of gloo, NCCL's watchdog).
 ABORTED, RAISED_CODE = -signal.SIGABRT, 1
 # A warning of torch's C++, which may follow the program's last line: NCCL's at an exit without a destroyed group.
 WARNED = re.compile(
@@ -74,11 +73,12 @@ def run(
 ) -> dict[str, tuple[str, ...]]:
     """Run the children concurrently until all have ended -> {name: last lines, stdout and stderr together}.
 
-    Every line is written to `log` at once, prefixed with its child's tag ("[rank0]: "); KEPT lines per child stay in
-    memory. The first child that fails stops the others, so its error does not wait for their timeouts; of several that
-    fail within SETTLE, one that did not just lose another (exit code 1, SIGABRT) is the cause. All processes that a
-    child started are ended before this call returns, and when this process is killed. check: what is wrong with the
-    children as a whole, "" for nothing. Raises ChildError.
+    Every line is written to `log` at once, prefixed with its child's tag ("[rank0]: "). The first child that fails
+    stops the others; of several that fail within SETTLE, one that did not just lose another (exit code 1, SIGABRT) is
+    the cause. All processes that a child started are ended before this call returns, and when this process is killed.
+
+    check: what is wrong with the children as a whole, "" for nothing.
+    Raises ChildError.
     """
     with ExitStack() as stack:
         file = stack.enter_context(log.open("ab", buffering=0)) if log else None
@@ -101,10 +101,7 @@ def run(
 
 
 def _failure(running: Sequence[_Running], codes: dict[_Running, int | None]) -> ChildError:
-    """Return the error of the child that failed first, or of one that is its cause.
-
-    A rank that loses another one fails, too, sometimes before the other has been seen to end.
-    """
+    """Return the error of the child that failed first, or of one that is its cause and ends after it."""
     failed = [one for one, code in codes.items() if code]
     end = time.monotonic() + SETTLE
     while all(map(_lost_another, failed)) and len(failed) < len(running) and time.monotonic() < end:
@@ -181,15 +178,13 @@ class _Running:
                 self._keep(tag + line + b"\n")
 
     def _keep(self, line: bytes) -> None:
-        """Append a line to the log, unbuffered, so that it stays whole. A log that cannot be written is reported once.
-
-        The pipe must be read on: the child would fail at its next line, or wait in it forever.
-        """
-        if self.log is None:
-            return
+        """Append a line to the log, unbuffered, so that it stays whole. An unwritable log is reported once."""
         try:
-            self.log.write(line)
-        except OSError as error:
+            if self.log:
+                self.log.write(line)
+        except (
+            OSError
+        ) as error:  # the pipe must be read on: the child would fail at its next line, or wait in it
             if not self.unlogged:
                 print(f"{self.name}: lines are lost: {self.log.name}: {error.strerror}", file=sys.stderr)
             self.unlogged = True
@@ -239,10 +234,7 @@ def same_place(one: str | Path, other: str | Path) -> bool:
 
 
 def places() -> dict[str, str]:
-    """Return the venv and the checkout of this process.
-
-    The venv is identified by sys.prefix, not by the interpreter: all venvs link to the same one.
-    """
+    """Return the venv and the checkout of this process. All venvs link to the same interpreter."""
     return {"environment": sys.prefix, "checkout": str(Path(__file__).parent.parent)}
 
 
@@ -254,8 +246,7 @@ def moved(child: Mapping[str, str]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    for group in [
-        int(line) for line in sys.stdin
-    ]:  # after the last line: the launcher has ended, however it ended
+    # After the last line: the launcher has ended, however it ended.
+    for group in [int(line) for line in sys.stdin]:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)

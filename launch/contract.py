@@ -68,13 +68,13 @@ def read(path: Path = PATH) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
-        raise ContractError(
-            f"{path.name}: cannot be read ({error.strerror}); restore it: git checkout launch/{path.name}"
-        ) from None
+        raise _broken(path, f"cannot be read ({error.strerror})") from None
     except tomllib.TOMLDecodeError as error:
-        raise ContractError(
-            f"{path.name}: not TOML ({error}); restore it: git checkout launch/{path.name}"
-        ) from None
+        raise _broken(path, f"not TOML ({error})") from None
+
+
+def _broken(path: Path, why: str) -> ContractError:
+    return ContractError(f"{path.name}: {why}; restore it: git checkout launch/{path.name}")
 
 
 def section(name: str, build: Callable[[Any], T], path: Path = PATH) -> T:
@@ -82,9 +82,7 @@ def section(name: str, build: Callable[[Any], T], path: Path = PATH) -> T:
     try:
         return build(read(path)[name])
     except (KeyError, TypeError, AttributeError) as error:
-        raise ContractError(
-            f"{path.name}: [{name}] is missing or misshapen ({error}); restore it: git checkout launch/{path.name}"
-        ) from None
+        raise _broken(path, f"[{name}] is missing or misshapen ({error})") from None
 
 
 def load(path: Path = PATH) -> Contract:
@@ -103,8 +101,8 @@ def load(path: Path = PATH) -> Contract:
             recompiles_after_warmup=raw["recompiles"]["after_warmup"],
             default_policy=raw["policy"]["default"],
             disable_points=tuple(
-                DisablePoint(p["name"], p["letters"], tuple(p["policies"]), p["reason"])
-                for p in raw["disable_point"]
+                DisablePoint(**{**point, "policies": tuple(point["policies"])})
+                for point in raw["disable_point"]
             ),
             combine_dtype=raw["moe"]["combine_dtype"],
             deterministic_steps=raw["step"]["deterministic_steps"],
@@ -118,15 +116,13 @@ def load(path: Path = PATH) -> Contract:
             reasons={name: line["reason"] for table in tables for name, line in table.items()},
         )
     except (AttributeError, KeyError, TypeError) as error:
-        raise ContractError(
-            f"{path.name}: field {error} is missing or misshapen; restore it: git checkout launch/{path.name}"
-        ) from None
+        raise _broken(path, f"field {error} is missing or misshapen") from None
 
 
 def apply_dynamo(contract: Contract) -> None:
-    """Set the contract's torch._dynamo.config values; call before anything compiles.
+    """Set the contract's torch._dynamo.config values, before anything compiles.
 
-    Raises ContractError if this torch does not have an option: setting an unknown name would have no effect.
+    Raises ContractError if this torch does not have an option.
     """
     import torch._dynamo
 

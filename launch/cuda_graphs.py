@@ -34,11 +34,7 @@ def chosen_blocks(model: Hybrid, kinds: Iterable[str]) -> dict[str, nn.Module]:
 
 
 def _end_of_recording() -> None:
-    """Restore random number generation after a failed capture.
-
-    torch 2.11 leaves the device's generator in capture mode, and each later draw raises "Offset increment outside
-    graph capture encountered unexpectedly". A copy of its state does not have that mark.
-    """
+    """Restore random number generation: torch 2.11 leaves the generator in capture mode after a failed capture."""
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     generator.graphsafe_set_state(generator.clone_state())
 

@@ -173,9 +173,8 @@ def receipt(source: object) -> dict[str, Any]:
 class PackedBatches(Iterator[Tensor]):
     """Endless batches of rows that begin with BOS, over all documents of a rank in a new order each epoch.
 
-    A document longer than a row is cut into pieces, each with its own BOS (counted in `counts["cut"]`). A row takes
-    the oldest waiting piece, then repeatedly the longest that still fits (best fit). The rest is filled with BOS:
-    documents of one token, which have no target and which no other token attends to.
+    A document longer than a row is cut into pieces, each with its own BOS. A row takes the oldest waiting piece, then
+    repeatedly the longest that still fits (best fit). The rest is filled with BOS: documents without a target.
     """
 
     WAITING = 64  # candidate pieces for a row
@@ -199,10 +198,7 @@ class PackedBatches(Iterator[Tensor]):
         self.order = self._shuffled()
 
     def _cut(self, rank: int, world: int) -> list[tuple[int, int]]:
-        """Return (first, last) positions of each piece's ids, without its BOS.
-
-        A document of one token has no piece: a row of such documents only has no target, and its mean loss is NaN.
-        """
+        """Return (first, last) positions of each piece's ids, without its BOS; none for a document of one token."""
         stops = np.append(self.file.starts[1:], len(self.file.ids))
         pieces = []
         for start, stop in zip(self.file.starts[rank::world].tolist(), stops[rank::world].tolist()):

@@ -48,8 +48,7 @@ def child_environment(
 ) -> dict[str, str]:
     """Return the environment of a training process: `given`, `rank`'s own variables, and the contract's additions.
 
-    A given value is never overwritten: `check` refuses a wrong one, so that a user's choice is not silently undone.
-    The NCCL variables are added only for a rank, that is if LOCAL_RANK is set.
+    A given value is never overwritten: `check` refuses a wrong one.
     """
     child = {**given, **(rank or {})}
     for name, folder in contract.cache_folders.items():
@@ -67,8 +66,8 @@ def expected(contract: Contract, given: Mapping[str, str]) -> dict[str, str]:
 def check(contract: Contract, given: Mapping[str, str] = os.environ) -> None:
     """Refuse a process that violates the contract; called before torch can touch a device.
 
-    Raises ContractError with one line if the document is not the reviewed one, a variable differs, a switch that
-    disables the compiler is set, or a cache directory is unusable. Raises caches.DiskFull if one is full.
+    Raises ContractError, one line, on a document that is not the reviewed one, a variable that differs, a switch that
+    disables the compiler, or an unusable cache directory; caches.DiskFull if one is full.
     """
     _check_document(contract.path)
     faults = list(_faults(contract, given))

@@ -1,9 +1,8 @@
 """AdamW, Adagrad and Muon in plain tensors: every hyper-parameter and step count is a 0-d tensor, filled in place.
 
-A Python number in a compiled update is a constant of its graph: a new learning rate would be a new graph at every
-step. A 0-d tensor is an input. The whole update, over all parameters, is therefore one function that compiles to one
-graph (fullgraph), and a schedule fills tensors: `optimizer.param_groups[i]["lr"].fill_(value)`, as torch's own
-schedulers do.
+A Python number in a compiled update is a constant of its graph: a new learning rate would be a new graph. A 0-d tensor
+is an input, so that the update of all parameters is one graph. A schedule fills tensors, as torch's own schedulers do:
+`optimizer.param_groups[i]["lr"].fill_(value)`.
 
 A, B the two sides of a matrix, E experts.
 """
@@ -76,10 +75,9 @@ def polar(x: Tensor) -> Tensor:
 def muon_(batch: list[tuple[Tensor, Tensor, Named, Named]]) -> None:
     """One Muon step, in place, of parameters of one shape (A,B) or (E,A,B): orthogonalized momentum at AdamW's scale.
 
-    0.2 sqrt(max(A,B)) gives the update the RMS of AdamW's (Moonlight, arXiv 2502.16982), so both use one learning
-    rate. Weight decay is cautious: only where the step already shrinks the weight. The product chain runs on the
-    stacked parameters, so that launches and compile time do not grow with depth, and in bf16 if the device has matrix
-    units for it. Of a sharded matrix, the momentum is gathered and each rank applies its part of the direction.
+    0.2 sqrt(max(A,B)) gives the update the RMS of AdamW's (Moonlight, arXiv 2502.16982). Weight decay is cautious: only
+    where the step already shrinks the weight. The product chain runs on the stacked parameters, in bf16 if the device
+    has matrix units for it. Of a sharded matrix, the momentum is gathered and each rank applies its part.
     """
     ahead = []
     for p, g, state, hyper in batch:
@@ -127,9 +125,8 @@ def update(work: list[tuple[str, Tensor, Tensor, Named, Named]]) -> None:
 class TensorOptimizer(torch.optim.Optimizer):
     """Base class of the three optimizers. Each group names its `rule`; its hyper-parameters become 0-d tensors.
 
-    They and the step counts are on the CPU, or with `capturable` on the parameters' device, so that a step is one
-    device program, as CUDA graphs and XLA require. Their dtype is fp32, fp64 only for fp64 parameters: Dynamo tracks
-    the value of a 0-d fp64 CPU tensor like a Python float, then finds it unnecessary, and compiles twice.
+    They and the step counts are on the CPU, or with `capturable` on the parameters' device, as CUDA graphs and XLA
+    require. Their dtype is fp32, fp64 only for fp64 parameters: of a 0-d fp64 CPU tensor Dynamo compiles twice.
 
     compile: turn the update into one graph.
     backend: of torch.compile.
@@ -155,9 +152,8 @@ class TensorOptimizer(torch.optim.Optimizer):
             chosen["beta1"], chosen["beta2"] = chosen.pop("betas")
         self.capturable = capturable
         super().__init__(params, chosen)
-        self._update = (
-            torch.compile(update, fullgraph=True, dynamic=False, backend=backend) if compile else update
-        )
+        graph = {"fullgraph": True, "dynamic": False, "backend": backend}
+        self._update = torch.compile(update, **graph) if compile else update
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; raises ValueError on an unknown rule, or on Muon for a parameter that is not a matrix."""
@@ -212,10 +208,7 @@ class TensorOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load exactly the saved values into new tensors.
-
-        torch's version casts fp32 state to the dtype of a 16-bit parameter, and aliases tensors that need no cast.
-        """
+        """Load exactly the saved values into new tensors: torch's version casts fp32 state to 16 bits or aliases it."""
         super().load_state_dict(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             like = group["params"][0]
@@ -275,9 +268,8 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
     Raises AssertionError unless every parameter of the model is in exactly one group.
     """
-    found: dict[str, list[tuple[str, nn.Parameter]]] = {
-        name: [] for name in ("matrix", "embedding", "vector", "other")
-    }
+    names = ("matrix", "embedding", "vector", "other")
+    found: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in names}
     seen: set[int] = set()
     for prefix, owner in model.named_modules():
         for name, p in owner.named_parameters(prefix, recurse=False):

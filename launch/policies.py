@@ -72,14 +72,13 @@ class CompiledHybrid:
 def straight_line(model: Hybrid) -> Callable[..., Tensor]:
     """Return the model's forward with its layer loop unrolled, one statement per layer.
 
-    Dynamo cannot break inside a `for` loop: it skips the whole frame, runs the loop eagerly and still
-    counts 0 graph breaks. Straight-line code makes each break visible, countable and resumable.
+    Dynamo cannot break inside a `for` loop: it runs the whole frame eagerly and still counts 0 graph breaks.
     """
     lines = [
         "def forward(ids, inputs=None):",
         "    x, doc_ids, positions, targets = model.embed(ids, inputs)",
+        "    aux = zeros((), device=x.device)",
     ]
-    lines.append("    aux = zeros((), device=x.device)")
     for layer, letter in enumerate(model.config.letters):
         if letter == "E":
             lines += [f"    x, extra = block_{layer}(x)", "    aux = aux + extra"]

@@ -76,17 +76,9 @@ class Programs:
         if len(self.seen) <= self.allowed:
             return
         _, *inputs = list(self.seen)[-1]
-        tensors = [text for text in inputs if "[" in text]
-        raise ProgramBudgetError(
-            {
-                "alert": "program_budget",
-                "rule": "C27",
-                "step": step,
-                "programs": len(self.seen),
-                "allowed": self.allowed,
-                "inputs": tensors[:4],
-            }
-        )
+        record = {"alert": "program_budget", "rule": "C27", "step": step, "programs": len(self.seen)}
+        record |= {"allowed": self.allowed, "inputs": [text for text in inputs if "[" in text][:4]}
+        raise ProgramBudgetError(record)
 
 
 def _kind(value: object) -> str:

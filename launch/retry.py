@@ -1,9 +1,9 @@
 """A launcher that retries a failed run once: python -m launch.retry [--ranks N] -- -m launch.train ...
 
 The last traceback of the first launch is classified by bumpgate.logs. Only the families of [retry.error] are retried,
-only if training had not begun, and once. A retry applies four patches, each its own function: the debug level in the
-environment (here) and in the process, lazy groups and the skipped barrier (launch/dist/process_group.py). The last line
-on standard output is the run's, or its first rank's.
+only if training had not begun, and once. A retry applies four patches: the debug level in the environment (here) and in
+the process, lazy groups and the skipped barrier (launch/dist/process_group.py). The last line on standard output is the
+run's, or its first rank's.
 
 Exit codes: the run's own, 1 if it was killed or stopped, 2 bad options, 3 a contradiction of the contract, 128 and the
 number of the signal that stopped the launcher (143 for SIGTERM).
@@ -55,9 +55,8 @@ def load_retry(path: Path = PATH) -> Retry:
 
     def build(table: dict) -> Retry:
         values = {name: line["value"] for name, line in table.items() if name != "error" and line["reason"]}
-        return Retry(
-            **values, errors={name: line.get("lazy", False) for name, line in table["error"].items()}
-        )
+        values["errors"] = {name: line.get("lazy", False) for name, line in table["error"].items()}
+        return Retry(**values)
 
     retry = section("retry", build, path)
     alerts = {c.name for c in load_families() if c.action == "alert"}
@@ -71,10 +70,7 @@ def load_retry(path: Path = PATH) -> Retry:
 
 
 def failure(tail: Sequence[str]) -> tuple[str, ...]:
-    """Return the alerting log classes of a child's last traceback, or of all its last lines if it printed none.
-
-    Earlier errors are ignored: the run recovered from them (e.g. an autotune candidate that ran out of memory).
-    """
+    """Return the alerting log classes of a child's last traceback, or of all its last lines if it printed none."""
     begins = [i for i, line in enumerate(tail) if line.startswith(TRACEBACK)]
     report = classify(line + "\n" for line in tail[begins[-1] if begins else 0 :])
     return tuple(f.family.name for f in report.findings if f.alert)
@@ -106,11 +102,7 @@ def passed(step: int, last_step: int, given: Mapping[str, str] = os.environ) -> 
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that no process listens on, and that no outgoing connection gets.
-
-    Linux takes the ports of outgoing connections from 32768 up. A port that bind(0) returns is one of them, and another
-    process may connect from it before rank 0 listens.
-    """
+    """Return a port of 127.0.0.1 that no process listens on, and below those that outgoing connections get."""
     while True:
         port = secrets.randbelow(PORTS.stop - PORTS.start) + PORTS.start
         with socket.socket() as free, suppress(OSError):
@@ -124,28 +116,18 @@ def ranks(count: int, command: Sequence[str], given: Mapping[str, str]) -> list[
     The ranks share the host's cores: with a thread per core in each, they wait for each other in spinning threads.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    shared = {THREADS: str(max(1, cores // count)), **given, **meet}
     return [
-        Child(
-            f"rank{rank}",
-            [sys.executable, *command],
-            {
-                THREADS: str(max(1, cores // count)),
-                **given,
-                **meet,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(count),
-            },
-        )
-        for rank in range(count)
+        Child(f"rank{r}", [sys.executable, *command], {**shared, "RANK": str(r), "LOCAL_RANK": str(r)})
+        for r in range(count)
     ]
 
 
 class Stall:
     """Call it regularly: what is wrong if training has begun and no rank has passed a step for `seconds`, else "".
 
-    The time between changes of the file is measured by the monotonic clock: the system's clock may be set.
+    Measured by the monotonic clock: the system's may be set.
     """
 
     def __init__(self, begun: Path, seconds: float) -> None:
@@ -164,10 +146,9 @@ class Stall:
 
 @contextmanager
 def noted_stops() -> Iterator[list[int]]:
-    """Yield a list that receives the stop signals of this process, those that it ignores (nohup) excepted.
+    """Yield a list that receives the stop signals of this process, but not those that it ignores (nohup).
 
-    Ranks run in their own sessions, so the launcher must end them on each of these signals. A handler that raised
-    could interrupt the start of a child, or its end at a second signal, and leave the child running.
+    A handler that raised could interrupt the start or the end of a child, and leave it running.
     """
     received: list[int] = []
     before = {n: h for n in STOPS if (h := signal.getsignal(n)) is not signal.SIG_IGN}
@@ -192,32 +173,29 @@ def supervise(
 ) -> int:
     """Launch, and retry if the contract allows it -> exit code. 0 ranks: one process, not distributed.
 
-    stall: the longest time between two steps, in seconds, once training has begun. stops: receives the signals that
-    stop the launch.
+    stall: the longest time between two steps, in seconds, once training has begun.
+    stops: receives the signals that stop the launch.
     """
     retry, environment = load_retry(), dict(given)
     with tempfile.TemporaryDirectory() as place:
         begun = Path(place) / "begun"
         no_step = Stall(begun, stall)
-
-        def check() -> str:
-            return "stopped" if stops else no_step()
-
         while True:
             env_vars = {**environment, BEGUN: str(begun)}
             single = [Child("run", [sys.executable, *command], env_vars)]
+            children = ranks(count, command, env_vars) if count else single
             try:
-                children = ranks(count, command, env_vars) if count else single
-                tails = run(children, seconds=seconds, log=log, check=check)
+                tails = run(
+                    children, seconds=seconds, log=log, check=lambda: "stopped" if stops else no_step()
+                )
                 print(*next(iter(tails.values()))[-1:])
                 return 0
             except ChildError as error:
                 if stops:
                     return 128 + stops[0]
                 second, why = relaunch(retry, error, environment, begun.exists())
-                print(
-                    f"{'launched again' if second else 'final'}: {why}; {error}", file=sys.stderr, flush=True
-                )
+                word = "launched again" if second else "final"
+                print(f"{word}: {why}; {error}", file=sys.stderr, flush=True)
                 if second is None:
                     return error.code if error.code and error.code > 0 else 1
                 environment = second
@@ -226,26 +204,13 @@ def supervise(
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
     p = argparse.ArgumentParser(prog="python -m launch.retry", description=__doc__.split("\n", 1)[0])
-    p.add_argument(
-        "--ranks", type=int, default=0, help="processes on this host; 0: one process that is not a rank"
-    )
-    p.add_argument(
-        "--seconds",
-        type=float,
-        default=float("inf"),
-        help="time limit of a launch, in seconds (default: none)",
-    )
-    p.add_argument(
-        "--stall",
-        type=float,
-        default=float("inf"),
-        help="time limit between two steps, in seconds (default: none)",
-    )
-    p.add_argument("--run", default="", help="name of the run, whose compile caches are then its own")
-    p.add_argument(
-        "--log", type=Path, required=True, help="every line of every launch, prefixed with its rank"
-    )
-    p.add_argument("command", nargs="+", help="arguments of Python: -m launch.train ...")
+    add, never = p.add_argument, float("inf")
+    add("--ranks", type=int, default=0, help="processes on this host; 0: one process that is not a rank")
+    add("--seconds", type=float, default=never, help="time limit of a launch, in seconds (default: none)")
+    add("--stall", type=float, default=never, help="time limit between two steps, in seconds (default: none)")
+    add("--run", default="", help="name of the run, whose compile caches are then its own")
+    add("--log", type=Path, required=True, help="every line of every launch, prefixed with its rank")
+    add("command", nargs="+", help="arguments of Python: -m launch.train ...")
     return p
 
 
@@ -253,11 +218,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Return the exit code; argparse itself exits with 2."""
     o = parser().parse_args(arguments)
     given = {**os.environ, **({RUN: o.run} if o.run else {})}
+    limits = {"seconds": o.seconds, "stall": o.stall}
     try:
         with noted_stops() as stops:
-            return supervise(
-                o.ranks, o.command, given, seconds=o.seconds, log=o.log, stall=o.stall, stops=stops
-            )
+            return supervise(o.ranks, o.command, given, log=o.log, stops=stops, **limits)
     except ContractError as error:
         print(f"refused: {error}", file=sys.stderr)
         return REFUSED

@@ -111,11 +111,7 @@ class ReDo:
 
     @torch.no_grad()
     def recycle(
-        self,
-        incoming: Tensor,
-        outgoing: Tensor,
-        generator: torch.Generator,
-        bias: Tensor | None = None,
+        self, incoming: Tensor, outgoing: Tensor, generator: torch.Generator, bias: Tensor | None = None
     ) -> int:
         """Draw new weights for the dormant units of incoming (F,D) and outgoing (D,F), in place -> their number.
 
@@ -126,18 +122,16 @@ class ReDo:
         eager_only("redo", incoming, outgoing)
         units = self.dormant().nonzero().squeeze(1).to(incoming.device)
         living = (~self.dormant()).to(incoming.device)
-        rows = self._normal(incoming[units].shape, generator, incoming) * incoming[living].float().std()
-        columns = (
-            self._normal(outgoing[:, units].shape, generator, outgoing) * outgoing[:, living].float().std()
-        )
-        incoming[units] = rows.to(incoming.dtype)
+
+        def drawn(shape: torch.Size, kept: Tensor) -> Tensor:
+            # On the generator's device, so that the numbers do not depend on the weights'.
+            normal = torch.randn(shape, generator=generator, device=generator.device)
+            return normal.to(kept.device) * kept.float().std()
+
+        incoming[units] = drawn(incoming[units].shape, incoming[living]).to(incoming.dtype)
+        columns = drawn(outgoing[:, units].shape, outgoing[:, living])
         outgoing[:, units] = (REDO_OUTGOING * columns).to(outgoing.dtype)
         if bias is not None:
             bias[units] = 0
         self.activity[units.to(self.activity.device)] = self.activity.mean()
         return len(units)
-
-    @staticmethod
-    def _normal(shape: torch.Size, generator: torch.Generator, like: Tensor) -> Tensor:
-        """Draw on the generator's device, so that the numbers do not depend on the target device."""
-        return torch.randn(shape, generator=generator, device=generator.device).to(like.device)

@@ -88,7 +88,7 @@ class Trainer:
 
     source: of several ranks, all have the same one, with the batch of all of them.
     files: what the run leaves.
-    rows: batch rows per forward, with gradient accumulation over the batch (all rows by default).
+    rows: batch rows per forward, all by default.
     ranks: this process's place among several, or None.
     Raises ContractError if this torch cannot satisfy contract.toml, ValueError on an unknown policy or optimizer.
     """
@@ -146,16 +146,8 @@ class Trainer:
 
         mesh, data, shard = ranks.place()
         self.share = Share(*data, mean=ranks.mean)
-        wrapped = parallelize(
-            self.model,
-            contract,
-            mesh,
-            ranks.layout.style,
-            self.plan.policy,
-            backend=self.programs.backend,
-            shard=shard,
-            before_ddp=before_ddp,
-        )
+        how = {"backend": self.programs.backend, "shard": shard, "before_ddp": before_ddp}
+        wrapped = parallelize(self.model, contract, mesh, ranks.layout.style, self.plan.policy, **how)
         self.compiled = wrapped.compiled
         self.share = replace(self.share, held=wrapped.held)
 
@@ -284,15 +276,9 @@ class Trainer:
             raise NonFiniteError(f"step {self.step}: a weight is not finite; the last checkpoint is good")
         if not self.writes:
             return
-        state = {
-            "config": asdict(self.config),
-            "plan": asdict(self.plan),
-            "step": self.step,
-            "model": model,
-            "optimizer": optimizer,
-            "source": self.source.state_dict(),
-            "rng": torch.get_rng_state(),
-        }
+        state = {"config": asdict(self.config), "plan": asdict(self.plan), "step": self.step}
+        state |= {"model": model, "optimizer": optimizer}
+        state |= {"source": self.source.state_dict(), "rng": torch.get_rng_state()}
         # With a path, torch.save hides the reason of a failed write.
         outputs.replace(self.checkpoint, lambda file: torch.save(state, file))
 
@@ -320,44 +306,33 @@ class Trainer:
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser. Defaults are in TrainingPlan."""
-    p = argparse.ArgumentParser(prog="python -m launch.train", description=__doc__)
-    p.add_argument("--preset", choices=NAMES, default="nam12")
-    p.add_argument("--size", choices=SIZES, default="narrow")
-    p.add_argument("--policy", choices=POLICIES, default=TrainingPlan.policy)
-    p.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default=TrainingPlan.dtype,
-        help="of weights, activations and gradients; the optimizer's state is float32 (default: %(default)s)",
-    )
-    p.add_argument("--steps", type=int, required=True)
-    p.add_argument("--data", type=Path, help="a token file or its directory; absent only with --smoke")
-    p.add_argument("--smoke", action="store_true", help="random ids: a step runs, nothing is trained")
-    p.add_argument("--batch", type=int, default=8, help="rows of a step; of several ranks: of each")
-    p.add_argument(
-        "--rows",
-        type=int,
-        metavar="N",
-        help="rows of a forward; gradients add up over the batch (default: all)",
-    )
-    p.add_argument("--tokens", type=int, default=0, help="tokens of a row (default: the preset's seq_len)")
-    p.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default=TrainingPlan.optimizer)
-    p.add_argument("--compile-optimizer", action="store_true")
-    p.add_argument("--lr", type=float, default=TrainingPlan.lr)
-    p.add_argument("--warmup", type=int, default=TrainingPlan.warmup)
-    p.add_argument("--seed", type=int, default=TrainingPlan.seed)
-    p.add_argument("--device", default="cpu", help="cuda for ranks: each takes the GPU of its LOCAL_RANK")
-    p.add_argument(
-        "--style", choices=STYLES, default=Layout.style, help="of several ranks: how they share the model"
-    )
-    p.add_argument(
-        "--tensor-parallel", type=int, default=1, metavar="N", help="ranks that divide attention heads"
-    )
-    p.add_argument("--expert-parallel", action="store_true", help="the ranks divide the experts")
-    p.add_argument("--checkpoint", type=Path, help="where to save the state, at the end and every N steps")
-    p.add_argument("--checkpoint-every", type=int, default=TrainingPlan.checkpoint_every, metavar="N")
-    p.add_argument("--resume", action="store_true", help="continue from --checkpoint")
-    p.add_argument("--log", type=Path, help="one JSON line a step")
+    p, plan = argparse.ArgumentParser(prog="python -m launch.train", description=__doc__), TrainingPlan
+    add = p.add_argument
+    add("--preset", choices=NAMES, default="nam12")
+    add("--size", choices=SIZES, default="narrow")
+    add("--policy", choices=POLICIES, default=plan.policy)
+    weights = "of weights, activations and gradients; the optimizer's state is float32 (default: %(default)s)"
+    add("--dtype", choices=DTYPES, default=plan.dtype, help=weights)
+    add("--steps", type=int, required=True)
+    add("--data", type=Path, help="a token file or its directory; absent only with --smoke")
+    add("--smoke", action="store_true", help="random ids: a step runs, nothing is trained")
+    add("--batch", type=int, default=8, help="rows of a step; of several ranks: of each")
+    rows = "rows of a forward; gradients add up over the batch (default: all)"
+    add("--rows", type=int, metavar="N", help=rows)
+    add("--tokens", type=int, default=0, help="tokens of a row (default: the preset's seq_len)")
+    add("--optimizer", choices=sorted(OPTIMIZERS), default=plan.optimizer)
+    add("--compile-optimizer", action="store_true")
+    add("--lr", type=float, default=plan.lr)
+    add("--warmup", type=int, default=plan.warmup)
+    add("--seed", type=int, default=plan.seed)
+    add("--device", default="cpu", help="cuda for ranks: each takes the GPU of its LOCAL_RANK")
+    add("--style", choices=STYLES, default=Layout.style, help="of several ranks: how they share the model")
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that divide attention heads")
+    add("--expert-parallel", action="store_true", help="the ranks divide the experts")
+    add("--checkpoint", type=Path, help="where to save the state, at the end and every N steps")
+    add("--checkpoint-every", type=int, default=plan.checkpoint_every, metavar="N")
+    add("--resume", action="store_true", help="continue from --checkpoint")
+    add("--log", type=Path, help="one JSON line a step")
     return p
 
 
@@ -408,15 +383,8 @@ def train(o: argparse.Namespace) -> None:
     if ranks is not None:
         ranks.agree(facts(o, receipt(source)))  # also waits for the seeded caches
         ranks.start()
-    trainer = Trainer(
-        config,
-        plan,
-        source,
-        device=str(ranks.device) if ranks else o.device,
-        files=Files(o.checkpoint, o.log),
-        rows=device_batch(o.rows or o.batch),
-        ranks=ranks,
-    )
+    how = {"files": Files(o.checkpoint, o.log), "rows": device_batch(o.rows or o.batch), "ranks": ranks}
+    trainer = Trainer(config, plan, source, device=str(ranks.device) if ranks else o.device, **how)
     if o.resume:
         trainer.resume()
     summary = trainer.run(allow_synthetic="smoke" if o.smoke else "")
@@ -433,22 +401,20 @@ def main(arguments: list[str] | None = None) -> int:
     o = parsed(arguments)
     try:
         train(o)
+        return 0
     except (ContractError, DataError) as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return REFUSED
+        line, code = f"refused: {error}", REFUSED
     except NonFiniteError as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return NOT_FINITE
+        line, code = f"stopped: {error}", NOT_FINITE
     except ProgramBudgetError as error:
-        print(f"stopped: {error}", file=sys.stderr)
         print(json.dumps(error.record))
-        return OVER_BUDGET
+        line, code = f"stopped: {error}", OVER_BUDGET
     except Exception as error:
         if (full := caches.disk_full(error)) is None:
             raise
-        print(f"disk full: {full}", file=sys.stderr)
-        return DISK_FULL
-    return 0
+        line, code = f"disk full: {full}", DISK_FULL
+    print(line, file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

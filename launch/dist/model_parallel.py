@@ -53,15 +53,13 @@ def shard_attention(model: Hybrid, mesh: DeviceMesh) -> int:
 def shard_experts(model: Hybrid, mesh: DeviceMesh) -> int:
     """Divide the experts of every E block over the ranks of `mesh`, of one axis -> the blocks divided.
 
-    A rank sends each expert's slots to the rank that holds it and gets the results back: two exchanges a block, and
-    two more in the backward. A gradient of an expert is the mean over the ranks, like all others.
+    A rank sends each expert's slots to the rank that holds it and gets the results back, in the backward again.
     Raises ContractError if the experts cannot be divided, or there are none.
     """
     blocks = [block for block in model.blocks if isinstance(block, MoEBlock)]
-    if not blocks or blocks[0].experts % mesh.size():
-        raise ContractError(
-            f"{blocks[0].experts if blocks else 'no'} experts cannot be divided over {mesh.size()} ranks"
-        )
+    experts = blocks[0].experts if blocks else 0
+    if not experts or experts % mesh.size():
+        raise ContractError(f"{experts or 'no'} experts cannot be divided over {mesh.size()} ranks")
     _GROUPS.append(mesh.get_group())
     for block in blocks:
         for name in ("up", "down"):

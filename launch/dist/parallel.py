@@ -67,11 +67,11 @@ def parallelize(
 ) -> Parallel:
     """Compile and wrap `model`, in place, for the ranks of a mesh of one axis. Gradients become means over ranks.
 
-    mesh: None for DDP over the default group. policy: by default the contract's. shard: tensor or expert parallelism,
-    applied to the model before it is compiled. before_ddp: called with the compiled model while no wrapper references
-    a group, the only time at which a warm-up can be followed by new groups. unused: whether a parameter may have a
-    gradient on some ranks only; without it DDP waits for such a gradient until the group's timeout, and FSDP2's ranks
-    reduce buffers of different lengths.
+    mesh: None for DDP over the default group.
+    policy: by default the contract's.
+    shard: tensor or expert parallelism, applied to the model before it is compiled.
+    before_ddp: called with the compiled model while no wrapper references a group: a warm-up that new groups follow.
+    unused: whether a parameter may have a gradient on some ranks only, for which the others would wait.
     Raises ContractError, one line, on a policy or style that does not support ranks, a model that is already compiled
     or wrapped, a stage that changes types or names, and if this torch's FSDP2 does not support unused parameters.
     """
@@ -93,9 +93,8 @@ def parallelize(
     if style == "ddp":
         if before_ddp is not None:
             before_ddp(compiled)
-        compiled.forward = DistributedDataParallel(
-            model, device_mesh=mesh, find_unused_parameters=unused, **_own_buffers()
-        )
+        options = {"find_unused_parameters": unused, **_own_buffers()}
+        compiled.forward = DistributedDataParallel(model, device_mesh=mesh, **options)
     else:
         _fully_shard(model, mesh, unused)
         check_identity(model, before, subclasses=True)
@@ -104,11 +103,8 @@ def parallelize(
 
 def identity(model: nn.Module) -> dict[str, type]:
     """Map name -> type of every module, parameter and state_dict entry; plans and checkpoints depend on these."""
-    tensors = [*dict(model.named_parameters()), *model.state_dict()]
-    return {
-        **{name: type(module) for name, module in model.named_modules()},
-        **dict.fromkeys(tensors, Tensor),
-    }
+    tensors = dict.fromkeys([*dict(model.named_parameters()), *model.state_dict()], Tensor)
+    return {name: type(module) for name, module in model.named_modules()} | tensors
 
 
 def check_identity(model: nn.Module, before: dict[str, type], subclasses: bool = False) -> None:
@@ -163,10 +159,7 @@ def _fully_shard(model: Hybrid, mesh: DeviceMesh, unused: bool) -> None:
 
 
 def average_buffers(model: Hybrid, group: dist.ProcessGroup | None = None) -> None:
-    """Average the floating-point buffers over the ranks after a step; nothing else synchronizes them.
-
-    These are the experts' running load and selection bias, which each rank updates from its own tokens.
-    """
+    """Average the floating-point buffers over the ranks after a step: the experts' running load and selection bias."""
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     if not buffers:
         return

@@ -33,8 +33,8 @@ def start(
 ) -> None:
     """Create the default group and wait for the other ranks at a barrier; in a retry, apply the patches.
 
-    device: this rank's accelerator, to which an eager group connects at once. rendezvous: init_process_group's own
-    (store, rank, world_size), by default from the environment.
+    device: this rank's accelerator, to which an eager group connects at once.
+    rendezvous: init_process_group's own (store, rank, world_size), by default from the environment.
     """
     quiet_process(retry, given)
     eager = device is not None and not lazy(retry, device.type, given, expert_parallel)
@@ -72,8 +72,7 @@ def barrier(given: Mapping[str, str], expert_parallel: bool) -> bool:
 def warm_up(table: WarmUp, begin: Start, compile: Callable[[], None], regroup: Callable[[], None]) -> str:
     """Run a rank's warm-up, then turn the monitor on again -> the name of the table that skips both, "" for none.
 
-    compile: runs the warm-up. regroup: creates the groups of the run. If the first steps compile instead of a warm-up,
-    the groups are kept, without the monitor: DDP or FSDP2 reference them before anything has compiled.
+    compile: runs the warm-up. regroup: creates the groups of the run.
     """
     if skipped := table.skipped(begin):
         return skipped
@@ -85,8 +84,7 @@ def warm_up(table: WarmUp, begin: Start, compile: Callable[[], None], regroup: C
 def monitor_again(value: str, regroup: Callable[[], None]) -> None:
     """Set NCCL's monitor after the warm-up as in the contract's [warmup.monitoring], for the groups of the run.
 
-    NCCL reads the variable when it creates a group, so the warm-up's groups are destroyed and `regroup` creates the
-    run's. Call it before DDP or FSDP2 reference a group.
+    NCCL reads the variable when it creates a group. Call it before DDP or FSDP2 reference one.
     """
     os.environ[MONITORING] = value
     if dist.is_initialized():

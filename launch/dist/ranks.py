@@ -1,8 +1,7 @@
 """The ranks of one training: how they divide it, their meeting, what they share, and their process group.
 
-torchrun and `python -m launch.retry --ranks N` start one process per rank and set RANK, LOCAL_RANK, WORLD_SIZE and
-the address of a store. Everything before the first collective, and waiting for a rank that compiles longer, goes
-through the store, which needs no process group and works between different versions of torch.
+torchrun and `python -m launch.retry --ranks N` start the ranks. Everything before the first collective, and waiting
+for a rank that compiles longer, goes through a store, which works between different versions of torch.
 """
 
 from __future__ import annotations
@@ -77,10 +76,8 @@ class Ranks:
         self.device = torch.device(device)
         self.backend = "gloo"
         if self.device.type == "cuda":
-            if self.local >= torch.cuda.device_count():
-                raise ContractError(
-                    f"rank {self.rank}: no GPU {self.local}, {torch.cuda.device_count()} are here"
-                )
+            if self.local >= (count := torch.cuda.device_count()):
+                raise ContractError(f"rank {self.rank}: no GPU {self.local}, {count} are here")
             self.device, self.backend = torch.device("cuda", self.local), "nccl"
             torch.cuda.set_device(self.device)
         timeout = process_group.timeout(contract)

@@ -40,8 +40,7 @@ def mode_of(config: HybridConfig) -> str:
 def own_buffers(scalars: Sequence[Tensor]) -> None:
     """Give each 0-d tensor its own device buffer.
 
-    torch_xla uploads equal scalars once and shares one buffer, which is one input of a program. The step writes them
-    separately, so the next step would have more inputs, and the whole step would be compiled a second time.
+    torch_xla shares one buffer between equal scalars, one input of a program; the step after would have more inputs.
     """
     with torch.no_grad():
         for scalar in scalars:

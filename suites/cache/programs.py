@@ -69,21 +69,10 @@ def run(
     with DynamoWatch() as watch:
         x = torch.ones(size, size, dtype=getattr(torch, dtype), device=device, requires_grad=True)
         torch.compile(forward, options=dict(options))(x).sum().backward()
-        counts = asdict(cache_counts())
-        autotunes = autotune_count()
-    frames = watch.report.frames_ok
-    return {
-        "counts": counts,
-        "frames": frames,
-        "autotunes": autotunes,
-        "code": compiled_code(),
-        "exported": exported(),
-    }
-
-
-def exported() -> dict[str, str]:
-    """Return the variables that importing torch and compiling have changed in this process's environment."""
-    return {name: value for name, value in os.environ.items() if GIVEN.get(name) != value}
+        counted = {"counts": asdict(cache_counts()), "autotunes": autotune_count()}
+    # Variables that importing torch and compiling have changed in this process's environment.
+    exported = {name: value for name, value in os.environ.items() if GIVEN.get(name) != value}
+    return {**counted, "frames": watch.report.frames_ok, "code": compiled_code(), "exported": exported}
 
 
 def main(device: str, *variants: str) -> dict[str, Any]:

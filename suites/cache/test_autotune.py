@@ -48,13 +48,11 @@ def templates(search: Mapping[str, float]) -> list[float]:
 
 def harmed(result: Mapping[str, Any]) -> list[str]:
     """Return the cases in which a bad candidate was chosen, or after which the training did not continue."""
-    return [
-        case
-        for case, report in result.items()
-        if not report["aten"]
-        or len(report["losses"]) != STEPS
-        or not all(map(math.isfinite, report["losses"]))
-    ]
+
+    def trained(losses: list[float]) -> bool:
+        return len(losses) == STEPS and all(map(math.isfinite, losses))
+
+    return [case for case, one in result.items() if not (one["aten"] and trained(one["losses"]))]
 
 
 @pytest.fixture
@@ -80,13 +78,8 @@ def test_bad_autotune_candidates_are_not_chosen(lane: Lane, broken, row) -> None
     timed = [templates(one) for report in result.values() for one in report["searches"]]
     assert len(timed) >= len(FAULTS)
     assert all(milliseconds and not any(map(math.isfinite, milliseconds)) for milliseconds in timed)
-    row.count(
-        f"cache/autotune-{lane.name}/runs_harmed_by_a_candidate",
-        harmed(result),
-        expected=0,
-        rule="C24",
-        seen=timed,
-    )
+    case = f"cache/autotune-{lane.name}/runs_harmed_by_a_candidate"
+    row.count(case, harmed(result), expected=0, rule="C24", seen=timed)
 
 
 def test_next_process_does_not_choose_bad_candidate(lane: Lane, broken, row) -> None:
@@ -94,31 +87,16 @@ def test_next_process_does_not_choose_bad_candidate(lane: Lane, broken, row) -> 
     directory, result = broken
     size = FAULTS["launcher_without_stream"]
     again = search(lane, directory, *(f"{size}=fast" for size in FAULTS.values()), f"{size}=fast=transposed")
-    other = again.pop(f"{size}=fast=transposed")
-    assert [report["searches"] for report in again.values()] == [[]] * len(FAULTS), (
-        "their code came from the cache"
-    )
-    row.count(
-        f"cache/autotune-{lane.name}/runs_harmed_after_a_restart",
-        harmed(again),
-        expected=0,
-        rule="C24",
-        seen=again,
-    )
-    remembered = [m for one in other["searches"] for m in templates(one) if not math.isfinite(m)]
+    later = again.pop(f"{size}=fast=transposed")["searches"]
+    assert not any(report["searches"] for report in again.values()), "their code came from the cache"
+    case = f"cache/autotune-{lane.name}"
+    row.count(f"{case}/runs_harmed_after_a_restart", harmed(again), expected=0, rule="C24", seen=again)
+    remembered = [m for one in later for m in templates(one) if not math.isfinite(m)]
     # torch 2.13 stores the infinite time like any other, so that a single failure excludes a candidate permanently.
-    row.exact(
-        f"cache/autotune-{lane.name}/accidents_remembered",
-        len(remembered),
-        "candidates",
-        rule="C24",
-        seen=other["searches"],
-        evidence=[
-            f"first process {result[f'{size}=launcher_without_stream']['searches']}",
-            f"the next {other['searches']}",
-        ],
-        per_build=True,
-    )
+    first = result[f"{size}=launcher_without_stream"]["searches"]
+    about = {"rule": "C24", "seen": later, "per_build": True}
+    about["evidence"] = [f"first process {first}", f"the next {later}"]
+    row.exact(f"{case}/accidents_remembered", len(remembered), "candidates", **about)
 
 
 @planted("C24", "a poisoned entry: ATen's own product at infinite milliseconds")
@@ -156,10 +134,5 @@ def test_contract_benchmarks_no_candidate(lane: Lane, broken, row) -> None:
     size = FAULTS["crash"]
     (report,) = (done := search(lane, directory, f"{size}=crash", **load().variables)).values()
     assert not harmed(done)
-    row.count(
-        f"cache/autotune-{lane.name}/searches_under_the_contract",
-        len(report["searches"]),
-        expected=0,
-        rule="C24",
-        seen=result[f"{size}=crash"]["searches"],
-    )
+    about = {"expected": 0, "rule": "C24", "seen": result[f"{size}=crash"]["searches"]}
+    row.count(f"cache/autotune-{lane.name}/searches_under_the_contract", len(report["searches"]), **about)

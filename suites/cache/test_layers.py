@@ -6,7 +6,6 @@ hybrid itself is in test_warm_restart.py; this is a program of two kernels, chea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,60 +38,36 @@ def test_every_cache_layer_is_warm_after_restart(lane: Lane, restart, row, canar
     canaries("cache", "autotune", "graphs")
     _, cold, warm = restart
     same, counts = warm["same"], warm["same"]["counts"]
-    hits = (counts["aot_hit"] or 0) + (counts["fx_hit"] or 0)
-    found = cold_layers(cold, same)
-    row.count(
-        f"cache/layers-{lane.name}/cold_after_restart",
-        found,
-        unit="layers",
-        expected=0,
-        rule="C18",
-        seen=hits,
-        evidence=[f"cold {cold['counts']}", f"warm {counts}"],
-    )
+    about = {"seen": (counts["aot_hit"] or 0) + (counts["fx_hit"] or 0), "unit": "layers", "rule": "C18"}
+    about["evidence"] = [f"cold {cold['counts']}", f"warm {counts}"]
+    case = f"cache/layers-{lane.name}"
+    row.count(f"{case}/cold_after_restart", cold_layers(cold, same), expected=0, **about)
     # No restart saves Dynamo's tracing: guards and bytecode belong to the process.
-    row.count(
-        f"cache/layers-{lane.name}/frames_traced_again",
-        same["frames"],
-        expected=cold["frames"],
-        rule="C18",
-        seen=cold["frames"],
-    )
+    frames = cold["frames"]
+    row.count(f"{case}/frames_traced_again", same["frames"], expected=frames, rule="C18", seen=frames)
 
 
 @lanes("cpu", "h200")
 def test_variables_exported_by_compilation(lane: Lane, restart, row) -> None:
-    """Variables that children inherit although this process started without them: torch 2.9 to 2.11 for CUDA 13 sets
-    Triton's ptxas to torch's own (pytorch#163988), which is in the keys of Triton's cache and of Inductor's templates.
+    """Variables that children inherit, but not names that torch marks as its own (with "_").
 
-    Excludes names that torch marks as its own: _TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR is an address in a process.
+    torch 2.9 to 2.11 for CUDA 13 sets Triton's ptxas to torch's own (pytorch#163988), which is in cache keys.
     """
     _, cold, _ = restart
     names = sorted(name for name in cold["exported"] if not name.startswith("_"))
-    row.exact(
-        f"cache/layers-{lane.name}/variables_exported",
-        " ".join(names) or "none",
-        "variables",
-        rule="C18",
-        seen=cold["frames"],
-        evidence=[f"{name}={Path(cold['exported'][name]).name}" for name in names],
-        per_build=True,
-    )
+    about = {"rule": "C18", "seen": cold["frames"], "per_build": True}
+    about["evidence"] = [f"{name}={Path(cold['exported'][name]).name}" for name in names]
+    found = " ".join(names) or "none"
+    row.exact(f"cache/layers-{lane.name}/variables_exported", found, "variables", **about)
 
 
 @lanes("cpu", "h200")
-@planted("C18", "the directory of one layer deleted: AOTAutograd's, then the FX graphs'")
+@planted("C18", "the directory of one layer deleted: AOTAutograd's, then the FX graphs'; the caches off")
 def test_lost_cache_layer_is_reported(lane: Lane, restart) -> None:
     """An AOTAutograd entry refers to its FX graphs, so that losing those loses both."""
-    _, cold, warm = restart
+    directory, cold, warm = restart
     assert cold_layers(cold, warm["without_aotautograd"]) == ["aot"]
     assert cold_layers(cold, warm["without_fxgraph"]) == ["aot", "fx"]
-
-
-@lanes("cpu", "h200")
-@planted("C18", "the caches off: no miss is counted")
-def test_disabled_caches_count_as_cold(lane: Lane, restart) -> None:
-    directory, cold, _ = restart
     off = compiled(lane, directory, "same", TORCHINDUCTOR_FX_GRAPH_CACHE="0")["same"]
     assert not off["counts"]["aot_miss"], "a gate on misses alone would pass"
     assert not off["counts"]["fx_miss"]
@@ -111,16 +86,10 @@ def test_hit_counters_despite_recompiled_code(lane: Lane, restart, tmp_path: Pat
     assert cold_layers(cold, emptied) == ["code"]
     scalar, wide = (compiled(lane, tmp_path, "same", ATEN_CPU_CAPABILITY=isa)["same"] for isa in CPUS)
     assert cold_layers(scalar, wide) == ["code"]
-    built = new_code(scalar, wide)
-    row.count(
-        "cache/layers-cpu/objects_built_for_another_cpu",
-        len(built),
-        unit="files",
-        at_least=1,
-        rule="C18",
-        seen=wide["counts"]["fx_hit"],
-        evidence=(f"counters {wide['counts']}",),
-    )
+    about = {"unit": "files", "at_least": 1, "rule": "C18", "seen": wide["counts"]["fx_hit"]}
+    about["evidence"] = [f"counters {wide['counts']}"]
+    built = len(new_code(scalar, wide))
+    row.count("cache/layers-cpu/objects_built_for_another_cpu", built, **about)
 
 
 @lanes("cpu")
@@ -128,19 +97,13 @@ def test_avx2_cache_on_cpu_without_avx2(lane: Lane, tmp_path: Path, row) -> None
     """Defect present: a CPU without AVX2 finds the code that was generated for AVX2, and cannot compile it."""
     scalar, wide = CPUS
     cold = compiled(lane, tmp_path, "same", ATEN_CPU_CAPABILITY=wide)["same"]
-    signature = run_or_signature(lane, tmp_path, "CppCompileError", ATEN_CPU_CAPABILITY=scalar)
+    signature, _ = run_or_signature(lane, tmp_path, "CppCompileError", ATEN_CPU_CAPABILITY=scalar)
     if signature:  # the control: without the other CPU's cache the same program compiles
         assert compiled(lane, tmp_path / "own", "same", ATEN_CPU_CAPABILITY=scalar)["same"]["code"]
-    row.defect(
-        "cache/layers-cpu/avx2_code_found_without_avx2",
-        bool(signature),
-        known_in=UNKEYED_INSTRUCTIONS,
-        reason="the key of an FX graph lacks the CPU's vector instructions (torch/_inductor/codecache.py, "
-        "FxGraphHashDetails)",
-        rule="C18",
-        seen=cold["code"],
-        evidence=[signature] if signature else [],
-    )
+    reason = "the key of an FX graph lacks the CPU's vector instructions (torch/_inductor/codecache.py, "
+    reason += "FxGraphHashDetails)"
+    name = "avx2_code_found_without_avx2"
+    report_defect(row, name, signature, UNKEYED_INSTRUCTIONS, reason, cold["code"])
 
 
 @lanes("cpu")
@@ -151,32 +114,26 @@ def test_truncated_shared_object_is_rebuilt(lane: Lane, restart, row) -> None:
     for path in truncated:
         path.unlink()
         path.touch()
-    signature = run_or_signature(lane, directory, "file too short", built_on=cold)
-    row.defect(
-        "cache/layers-cpu/truncated_object_loaded",
-        bool(signature),
-        known_in=TRUNCATED_OBJECTS,
-        reason="Inductor loads a shared object that exists, whole or not, and links under the final name "
-        "(torch/_inductor/codecache.py, CppCodeCache)",
-        rule="C18",
-        seen=truncated,
-        evidence=[signature] if signature else [],
-    )
+    signature, warm = run_or_signature(lane, directory, "file too short")
+    assert signature or cold_layers(cold, warm) == ["code"]
+    reason = "Inductor loads a shared object that exists, whole or not, and links under the final name "
+    reason += "(torch/_inductor/codecache.py, CppCodeCache)"
+    report_defect(row, "truncated_object_loaded", signature, TRUNCATED_OBJECTS, reason, truncated)
 
 
-def run_or_signature(
-    lane: Lane, directory: Path, words: str, built_on: Mapping[str, Any] | None = None, **variables: str
-) -> str:
-    """Return the last line of a run on this cache if it fails with `words`, "" if it succeeds.
+def run_or_signature(lane: Lane, directory: Path, words: str, **variables: str) -> tuple[str, dict[str, Any]]:
+    """Return the last line of a run on this cache if it fails with `words`, "" if it succeeds; and its result.
 
-    Raises ChildError on any other failure. built_on: the run that filled the cache, relative to which code is new.
+    Raises ChildError on any other failure.
     """
     try:
-        warm = compiled(lane, directory, "same", **variables)["same"]
+        return "", compiled(lane, directory, "same", **variables)["same"]
     except ChildError as error:
         if words in str(error):
-            return str(error)
+            return str(error), {}
         raise
-    if built_on is not None:
-        assert cold_layers(built_on, warm) == ["code"]
-    return ""
+
+
+def report_defect(row, name: str, signature: str, known_in: str, reason: str, seen: object) -> None:
+    about = {"rule": "C18", "seen": seen, "evidence": [signature] if signature else []}
+    row.defect(f"cache/layers-cpu/{name}", bool(signature), known_in=known_in, reason=reason, **about)

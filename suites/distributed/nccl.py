@@ -49,29 +49,34 @@ def killed_by(log: str) -> str:
 def group_facts(ranks: Ranks) -> dict[str, Any]:
     """Run COLLECTIVES in two groups -> timeouts in seconds, sequence numbers, the group's device and class."""
     groups = {"default": dist.group.WORLD, "further": new_group(ranks.contract)}
-    total = torch.ones(4, device=ranks.device)
-    before = {name: group._get_sequence_number_for_group() for name, group in groups.items()}
-    for name, count in COLLECTIVES.items():
-        for _ in range(count):
-            dist.all_reduce(total, group=groups[name])
+
+    def numbers() -> dict[str, int]:
+        return {name: group._get_sequence_number_for_group() for name, group in groups.items()}
+
+    before, total = numbers(), _reduced(ranks, groups)
     return {
         "timeouts": {name: group_timeout(group, ranks.device.type) for name, group in groups.items()},
         "before": before,
-        "after": {name: group._get_sequence_number_for_group() for name, group in groups.items()},
+        "after": numbers(),
         "sum": float(total[0]),
         "bound": str(groups["default"].bound_device_id),
         "class": group_class(dist.group.WORLD, ranks.device.type),
     }
 
 
+def _reduced(ranks: Ranks, groups: dict[str, Any]) -> torch.Tensor:
+    total = torch.ones(4, device=ranks.device)
+    for name, count in COLLECTIVES.items():
+        for _ in range(count):
+            dist.all_reduce(total, group=groups[name])
+    return total
+
+
 def traced_numbers(ranks: Ranks) -> dict[str, list[int | None]]:
     """Run COLLECTIVES under the profiler -> group -> the number that the trace gives each of them, None without one."""
     groups = {"default": dist.group.WORLD, "further": new_group(ranks.contract)}
-    total = torch.ones(4, device=ranks.device)
     with torch.profiler.profile(activities=present_activities()) as profile:
-        for name, count in COLLECTIVES.items():
-            for _ in range(count):
-                dist.all_reduce(total, group=groups[name])
+        _reduced(ranks, groups)
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"

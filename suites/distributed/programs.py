@@ -5,10 +5,12 @@ B batch, T tokens, D model dim.
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +18,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bumpgate.plugin.instruments import DynamoWatch
-from launch import optimizers
 from launch.contract import load
-from launch.dist import parallel
+from launch.dist import parallel, process_group
 from launch.dist.parallel import average_buffers, parallelize
 from launch.dist.ranks import Ranks
 from launch.dist.shards import whole
+from launch.retry import load_retry
 from model import Hybrid, HybridConfig, preset
 from suites.support.hybrids import build, token_batch
 from suites.support.instruments import flight_record, functional_all_reduce, functional_argument
-from suites.support.reduce import largest
 
 TOKENS = 32
 WATCHED = 10.0
 SEEDS = (1, 2)  # of each rank's batch
-MUON_STEPS, MUON_RATE = 3, 1e-2
 
 
 class Branched(nn.Module):
@@ -139,44 +138,6 @@ def buffers(ranks: Ranks, synced: bool) -> dict[str, Any]:
     }
 
 
-def muon(ranks: Ranks, own_shard: bool) -> dict[str, Any]:
-    """Train with Muon under FSDP2 and in one process. own_shard: each rank orthogonalizes the rows that it has.
-
-    On a GPU in fp64: fp32 gradients are orthogonalized in bf16 there, which enlarges the rounding errors of a matrix
-    without full rank to the size of a whole update.
-    """
-    config = preset("nam12", "narrow", layer_pattern="AEM", depth=3)
-    whole_matrix = optimizers.gathered, optimizers.part_of
-    device, mesh = str(ranks.device), init_device_mesh(ranks.device.type, (2,))
-    dtype = torch.float64 if ranks.device.type == "cuda" else torch.float32
-    start = {name: p.detach().clone() for name, p in build(config, device, dtype).named_parameters()}
-    single = build(config, device, dtype)
-    made = parallelize(build(config, device, dtype), load(), mesh, "fsdp2", "eager")
-    ours, reference = (
-        optimizers.build_optimizer(model, "muon", lr=MUON_RATE) for model in (made.compiled.model, single)
-    )
-    for step in range(MUON_STEPS):
-        batches = [token_batch(config, 1, TOKENS, 10 * step + seed, device) for seed in SEEDS]
-        (sum(single(ids) for ids in batches) / len(SEEDS)).backward()
-        reference.step()
-        reference.zero_grad(set_to_none=True)
-        made.compiled(batches[ranks.rank]).backward()
-        if own_shard:
-            optimizers.gathered = optimizers.part_of = lambda rows, parameter: rows
-        ours.step()
-        optimizers.gathered, optimizers.part_of = whole_matrix
-        ours.zero_grad(set_to_none=True)
-    groups = {group["rule"]: group["params"] for group in optimizers.parameter_groups(single)}
-    found = dict(made.compiled.model.named_parameters())
-    return {
-        "moved": largest(float((p - start[name]).detach().abs().max()) for name, p in groups["muon"]),
-        "apart": {
-            name: float((found[name].full_tensor() - p).detach().abs().max()) for name, p in groups["muon"]
-        },
-        "whole": [name for name, p in found.items() if not isinstance(p, DTensor)],
-    }
-
-
 def completed_record(device: torch.device) -> bytes:
     """Return the flight record: NCCL's once each collective is completed in it, or after WATCHED seconds.
 
@@ -250,6 +211,31 @@ def divergent(ranks: Ranks, diverge: bool) -> dict[str, Any]:
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     length = 4 if diverge and ranks.rank else 8
     return {"sum": float(compiled(torch.ones(length, device=ranks.device)))}
+
+
+def skewed(ranks: Ranks, collectives: bool) -> dict[str, Any]:
+    """Add up a compiled sum three times; rank 0 compiles it for a new length in each step."""
+    with DynamoWatch() as watch, torch._dynamo.config.patch(enable_compiler_collectives=collectives):
+        compiled = torch.compile(lambda x: x.sin().sum(), backend=watch.backend("eager"))
+        for step in range(3):
+            dist.all_reduce(compiled(torch.ones(2 if ranks.rank else 2 + step)))
+    return {"graphs": watch.report.unique_graphs}
+
+
+def passes_barrier(ranks: Ranks, expert: bool) -> dict[str, Any]:
+    """Start a group of which rank 1 never reaches the barrier: it waits for a sign that rank 0 is past it."""
+    dist.destroy_process_group()
+    place = {"store": ranks.store, "rank": ranks.rank, "world_size": 2}
+    if not ranks.rank:
+        process_group.start(load(), load_retry(), "gloo", expert_parallel=expert, **place)
+        ranks.store.set("passed", "1")
+        return {}
+    dist.init_process_group("gloo", **place)
+    try:
+        ranks.store.wait(["passed"], timedelta(seconds=2))
+    except dist.DistError:
+        os._exit(7)  # rank 0 must not wait for its timeout
+    return {}
 
 
 def outlived(ranks: Ranks, place: str, referenced: bool) -> dict[str, Any]:

@@ -61,6 +61,13 @@ def run_shared(
         return run_cases(cases, device, variables=variables)
 
 
+def sound(results: Mapping[str, list[dict[str, Any]]], *names: str) -> list[dict[str, Any]]:
+    """Return the results of all ranks in the named cases. Raises AssertionError if one has raised or ended."""
+    found = [one for name in names for one in results[name]]
+    assert not any("error" in one for one in found), found
+    return found
+
+
 def _case(
     device: str,
     ranks: int,

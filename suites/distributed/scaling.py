@@ -74,21 +74,15 @@ def report(world: int, row: RowRecorder) -> None:
     kinds = _report_host(row, world, several["calibrate"])
     for name, reason in meaningless(values).items():
         row.not_run([ids.pop(name)], reason, excused=True)
+    ranks = several["regional"]
+    shared = {"seen": sum(one["timed"] for one in ranks), "tolerance": 0.1, "work": f"{WORK}"}
+    shared["evidence"] = [f"rank {rank}: {one}" for rank, one in enumerate(ranks)]
     for name, id in ids.items():
         compiles = name.startswith("compile")
-        row.cost(
-            id,
-            values[name],
-            METRICS[name],
-            seen=sum(one["timed"] for one in several["regional"]),
-            rule="C18" if compiles else "C14",
-            better="higher" if name in ("tokens_per_second_per_rank", "efficiency") else "lower",
-            tolerance=0.1,
-            paired=name not in REVIEWED,
-            bound="" if name == "peak_memory" else "compiler" if compiles else kinds,
-            work=f"{WORK}",
-            evidence=[f"rank {rank}: {one}" for rank, one in enumerate(several["regional"])],
-        )
+        own = {"rule": "C18" if compiles else "C14", "paired": name not in REVIEWED}
+        own["better"] = "higher" if name in ("tokens_per_second_per_rank", "efficiency") else "lower"
+        own["bound"] = "" if name == "peak_memory" else "compiler" if compiles else kinds
+        row.cost(id, values[name], METRICS[name], **shared, **own)
 
 
 def meaningless(values: Mapping[str, float]) -> dict[str, str]:
@@ -110,14 +104,10 @@ def _report_host(row: RowRecorder, world: int, ranks: list[dict[str, float]]) ->
         slowest = largest if unit == "us" else smallest
         _, kind, metric = id.split("/")
         kinds.append(f"{kind}-{world}")
-        row.calibration(
-            f"calibration/{kind}-{world}/{metric}",
-            slowest(one[id] for one in ranks),
-            unit,
-            rule="C14",
-            seen=world,
-            evidence=[f"rank {rank}: {one[id]:.4g}" for rank, one in enumerate(ranks)],
-        )
+        evidence = [f"rank {rank}: {one[id]:.4g}" for rank, one in enumerate(ranks)]
+        about = {"rule": "C14", "seen": world, "evidence": evidence}
+        value = slowest(one[id] for one in ranks)
+        row.calibration(f"calibration/{kind}-{world}/{metric}", value, unit, **about)
     return ", ".join(dict.fromkeys(kinds))
 
 

@@ -16,7 +16,7 @@ from launch.data import PackedBatches, TokenFile
 from launch.dist.ranks import Ranks
 from launch.train import Trainer, TrainingPlan
 from model import preset
-from suites.distributed.training import CORPUS
+from suites.launch.trainers import CORPUS
 from suites.support.calibrations import OF_GPU
 from suites.support.instruments import compile_phases, peak_rss_bytes
 

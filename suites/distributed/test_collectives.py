@@ -18,7 +18,7 @@ from packaging.version import Version
 from bumpgate.logs import classify
 from launch.children import Child, ChildError, run
 from suites.distributed.nccl import killed_by
-from suites.distributed.ranks import run_shared
+from suites.distributed.ranks import run_shared, sound
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
@@ -62,19 +62,16 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("errors") / "rank"
-
-
-@pytest.fixture(scope="module")
-def results(lane: Lane, dumps: Path, errors: Path) -> dict[str, list[dict]]:
+def results(lane: Lane, dumps: Path) -> dict[str, list[dict]]:
     """The results of one start of the ranks for all tests of this file."""
-    divergent = {"program": "divergent", "diverge": True}
+    same = {"program": "divergent", "diverge": False}
+    divergent = same | {"diverge": True}
+    timeout = {"group_timeout": TIMEOUTS[lane.device], "log": f"{dumps}-errors"}
     return run_shared(
         {
             "collectives": {"program": "collectives", "dumps": str(dumps)},
-            "same guards": {"program": "divergent", "diverge": False},
-            "divergent": {**divergent, "group_timeout": TIMEOUTS[lane.device], "log": str(errors)},
+            "same guards": same,
+            "divergent": divergent | timeout,
             "without a timeout": {**divergent, "within": WAITED[lane.device]},
         },
         lane.device,
@@ -84,17 +81,13 @@ def results(lane: Lane, dumps: Path, errors: Path) -> dict[str, list[dict]]:
 @lanes("cpu", "h200x2")
 def test_compiled_collectives_equal_eager(lane: Lane, results, row) -> None:
     """reduce_scatter_tensor; a functional operator and a custom op that take a ProcessGroup; each is one graph."""
-    ranks = results["collectives"]
-    assert not any("error" in one for one in ranks), ranks
+    ranks = sound(results, "collectives")
     programs = 2 + SpecifierSet(GROUP_ARGUMENT).contains(Version(torch.__version__).base_version)
-    row.count(
-        f"distributed/{BACKENDS[lane.device]}_2_ranks/compiled_collectives_equal_to_eager",
-        sum(equal for one in ranks for equal in one["equal"].values()),
-        expected=2 * programs,
-        seen=sum(len(one["equal"]) for one in ranks),
-        rule="R1",
-        evidence=[f"rank {rank}: {one['equal']}" for rank, one in enumerate(ranks)],
-    )
+    equal = [same for one in ranks for same in one["equal"].values()]
+    about = {"expected": 2 * programs, "seen": equal, "rule": "R1"}
+    about["evidence"] = [f"rank {rank}: {one['equal']}" for rank, one in enumerate(ranks)]
+    case = f"distributed/{BACKENDS[lane.device]}_2_ranks/compiled_collectives_equal_to_eager"
+    row.count(case, sum(equal), **about)
     for one in ranks:
         assert one["by_hand"], "two ranks that reduce nothing would agree, too"
         assert one["graphs"] == programs
@@ -104,33 +97,22 @@ def test_compiled_collectives_equal_eager(lane: Lane, results, row) -> None:
 
 @lanes("cpu", "h200x2")
 @planted("C5", "one rank's guards lead past a collective, under torch's own timeout")
-def test_divergent_guards_time_out_with_a_reason(lane: Lane, results, errors: Path, row) -> None:
+def test_divergent_guards_time_out_with_a_reason(lane: Lane, results, dumps: Path, row) -> None:
     """Rank 1's graph has no collective: rank 0 stops at the group's timeout and reports it in one line.
 
     gloo raises it; NCCL's watchdog writes it to the rank's log and aborts the process.
     """
-    reason = results["divergent"][0]["error"]
+    reason, waited = results["divergent"][0]["error"], 1000 * TIMEOUTS[lane.device]
     if lane.device == "cuda":
         assert reason == "ended with -6"
-        reason = killed_by(f"{errors}-0")
-    found = [finding.family.name for finding in classify([f"{reason}\n"]).findings]
-    row.bound(
-        "distributed/divergent_guards/reason",
-        " ".join(found),
-        "log class",
-        expected="collective_timeout",
-        seen=results["divergent"],
-        rule="C5",
-        evidence=[reason],
-    )
+        reason = killed_by(f"{dumps}-errors-0")
+    found = " ".join(finding.family.name for finding in classify([f"{reason}\n"]).findings)
+    about = {"expected": "collective_timeout", "seen": results["divergent"], "evidence": [reason]}
+    row.bound("distributed/divergent_guards/reason", found, "log class", rule="C5", **about)
     assert "\n" not in reason
-    milliseconds = 1000 * TIMEOUTS[lane.device]
-    waited = f"waiting {milliseconds}ms" if lane.device == "cpu" else f"Timeout(ms)={milliseconds}"
-    assert waited in reason
+    assert (f"waiting {waited}ms" if lane.device == "cpu" else f"Timeout(ms)={waited}") in reason
     assert "sum" in results["divergent"][1], "the rank that skipped the collective has no error"
-    assert len({one["sum"] for one in results["same guards"]}) == 1, (
-        "with the same guards both ranks enter it"
-    )
+    assert len({one["sum"] for one in results["same guards"]}) == 1, "here both ranks enter it"
     assert results["without a timeout"][0] == {"error": f"no answer in {WAITED[lane.device]} s"}
 
 
@@ -139,22 +121,17 @@ def test_flight_records_agree_between_ranks(lane: Lane, results, dumps: Path, ca
     """Two groups: the recorder numbers each group's collectives alike on both ranks."""
     canaries("flight_record")
     kept = [pickle.loads((dumps / f"rank_{rank}").read_bytes())["entries"] for rank in range(2)]
-    named = [
-        [(e["process_group"][0], e["collective_seq_id"], e["profiling_name"]) for e in entries]
-        for entries in kept
-    ]
-    row.count(
-        "distributed/flight_recorder/collectives_of_one_rank_only",
-        len(set(named[0]) ^ set(named[1])),
-        expected=0,
-        seen=named[0],
-        rule="R1",
-        evidence=[" ".join(map(str, entry)) for entry in named[0]],
-        instruments=("flight_record",),
+    fields = ("process_group", "collective_seq_id", "profiling_name")
+    first, second = (
+        [(group[0], *rest) for group, *rest in (map(e.get, fields) for e in entries)] for entries in kept
     )
-    assert len(set(named[0])) == len(kept[0])
-    assert {group for group, _, _ in named[0]} == {"0", "1"}
-    assert {name for _, _, name in named[0]} == RECORDED[lane.device]
+    about = {"seen": first, "rule": "R1", "instruments": ("flight_record",)}
+    about["evidence"] = [" ".join(map(str, entry)) for entry in first]
+    different = len(set(first) ^ set(second))
+    row.count("distributed/flight_recorder/collectives_of_one_rank_only", different, expected=0, **about)
+    assert len(set(first)) == len(kept[0])
+    assert {group for group, _, _ in first} == {"0", "1"}
+    assert {name for _, _, name in first} == RECORDED[lane.device]
 
 
 @lanes("h200x2")
@@ -163,14 +140,10 @@ def test_flight_record_analyzer_matches_nccl_dumps(
 ) -> None:
     """torch's own analyzer pairs the collectives of both ranks, and names the rank that lacks one."""
     found = analyzed(dumps, tmp_path)
-    row.count(
-        "distributed/flight_recorder/nccl_mismatches",
-        sum(map(mismatched, found)),
-        expected=0,
-        seen=found,
-        rule="R1",
-        evidence=[f"{one.collective_name} {one.collective_seq_id}: {one.collective_state}" for one in found],
-    )
+    about = {"seen": found, "rule": "R1"}
+    about["evidence"] = [f"{c.collective_name} {c.collective_seq_id}: {c.collective_state}" for c in found]
+    wrong = sum(map(mismatched, found))
+    row.count("distributed/flight_recorder/nccl_mismatches", wrong, expected=0, **about)
     assert len(found) == len(pickle.loads((dumps / "rank_0").read_bytes())["entries"])
     lacking = tmp_path / "lacking"
     lacking.mkdir()

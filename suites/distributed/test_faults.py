@@ -7,7 +7,6 @@ left.
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from launch.environment import DISK_FULL, RETRY, RUN
-from launch.retry import REASON, supervise
-from suites.distributed.ranks import run_shared
-from suites.distributed.training import CORPUS
-from suites.support.child import ROOT
+from launch.environment import DISK_FULL
+from launch.retry import supervise
+from suites.distributed.ranks import run_shared, sound
+from suites.launch.trainers import OPTIONS, first_launch
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
+from suites.support.processes import gone
 
 pytestmark = [lanes("cpu", "h200x2"), pytest.mark.usefixtures("lane")]
 
@@ -61,53 +60,30 @@ ENDS = {
 }
 
 
-def alive(pid: int) -> bool:
-    """Return whether a process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.parametrize("fault", ENDS)
 @planted("C25", "a rank is killed, hangs or finds a full disk")
 def test_failing_rank_ends_training(lane: Lane, fault: str, tmp_path: Path, capsys, row) -> None:
     code, words = ENDS[fault]
-    given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    given = {name: value for name, value in given.items() if name not in (RETRY, REASON, RUN)}
     saved = tmp_path / "state.pt"
-    options = ["--data", str(CORPUS), "--policy", "eager", "--tokens", "16", "--batch", "2", "--steps", "8"]
-    options += ["--checkpoint", str(saved), "--checkpoint-every", str(SAVED), "--log", str(tmp_path / "log")]
-    options += ["--device", lane.device]
-    began = time.monotonic()
-    ended = supervise(
-        2,
-        ["-c", FAULTY, fault, str(tmp_path), *options],
-        given,
-        seconds=BOUND[lane.device],
-        log=tmp_path / "all",
-        stall=STALL if fault == "SIGSTOP" else float("inf"),
-    )
+    options = [*OPTIONS, "--steps", "8", "--device", lane.device, "--log", str(tmp_path / "log")]
+    options += ["--checkpoint", str(saved), "--checkpoint-every", str(SAVED)]
+    command = ["-c", FAULTY, fault, str(tmp_path), *options]
+    began, bound = time.monotonic(), BOUND[lane.device]
+    limits = {"seconds": bound, "stall": STALL if fault == "SIGSTOP" else float("inf")}
+    ended = supervise(2, command, first_launch(), log=tmp_path / "all", **limits)
     seconds = time.monotonic() - began
     lines = capsys.readouterr().err.strip().splitlines()
     started = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
-    row.bound(
-        f"distributed/fault-{fault.lower().replace(' ', '_')}/exit_code",
-        ended,
-        "exit code",
-        expected=code,
-        seen=started,
-        rule="C25",
-        evidence=[f"{seconds:.1f} s", *lines],
-    )
+    about = {"expected": code, "seen": started, "rule": "C25", "evidence": [f"{seconds:.1f} s", *lines]}
+    case = f"distributed/fault-{fault.lower().replace(' ', '_')}/exit_code"
+    row.bound(case, ended, "exit code", **about)
     assert len(started) == 2
-    assert not [pid for pid in started if alive(pid)], "a rank is left"
+    assert all(map(gone, started)), "a rank is left"
     assert len(lines) == 1, lines
     assert words in lines[0]
     assert lines[0].startswith("final: ")
-    assert seconds < BOUND[lane.device]
-    state = torch.load(saved, weights_only=True)
-    assert state["step"] == SAVED, "the checkpoint before the fault stays"
+    assert seconds < bound
+    assert torch.load(saved, weights_only=True)["step"] == SAVED, "the checkpoint before the fault stays"
     steps = [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()]
     assert steps[:3] == [0, 1, 2]
     assert not list(tmp_path.glob("*.new")), "a part of a checkpoint is left"
@@ -119,45 +95,32 @@ def results(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     place = tmp_path_factory.mktemp("caches")
     slow = {"program": "slow_cache", "seconds": 2.0}
     differ = {"program": "disagreeing", "name": "torch"}
-    return run_shared(
-        {
-            "torch": {**differ, "values": ["2.13.0", "2.14.0"]},
-            "same": {**differ, "values": ["2.13.0", "2.13.0"]},
-            "slow": {**slow, "place": str(place / "slow")},
-            "too slow": {**slow, "place": str(place / "late"), "store_timeout": 0.5},
-        },
-        lane.device,
-    )
+    cases = {
+        "torch": {**differ, "values": ["2.13.0", "2.14.0"]},
+        "same": {**differ, "values": ["2.13.0", "2.13.0"]},
+        "slow": {**slow, "place": str(place / "slow")},
+        "too slow": {**slow, "place": str(place / "late"), "store_timeout": 0.5},
+    }
+    return run_shared(cases, lane.device)
 
 
 @planted("C39", "a rank with another torch")
 def test_ranks_that_differ_are_refused(results, row) -> None:
     """Before the first collective, with the same line on every rank."""
-    line = "ContractError: rank 1 has torch 2.14.0, rank 0 has 2.13.0"
-    row.count(
-        "distributed/fault-another_torch/ranks_that_refuse",
-        sum(one.get("error") == line for one in results["torch"]),
-        expected=2,
-        seen=results["torch"],
-        rule="C39",
-        evidence=[str(one) for one in results["torch"]],
-    )
-    assert all(one["agreed"] for one in results["same"]), results["same"]
+    line, ranks = "ContractError: rank 1 has torch 2.14.0, rank 0 has 2.13.0", results["torch"]
+    refused = sum(one.get("error") == line for one in ranks)
+    about = {"expected": 2, "seen": ranks, "rule": "C39", "evidence": ranks}
+    row.count("distributed/fault-another_torch/ranks_that_refuse", refused, **about)
+    assert all(one["agreed"] for one in sound(results, "same"))
 
 
 @planted("C21", "a cache directory that answers slowly, and one that is slower than the timeout")
 def test_slow_cache_directory_delays_all_ranks(results, row) -> None:
     """Rank 0 copies the shared caches; no rank compiles before it has ended, and no collective waits for it."""
-    first, second = results["slow"]
-    assert "error" not in {**first, **second}, results["slow"]
-    row.count(
-        "distributed/fault-slow_cache/files_seen_by_other_ranks",
-        second["files"],
-        expected=2,
-        seen=first["seeded"],
-        rule="C21",
-        evidence=[f"rank 1 waited {second['waited']:.1f} s"],
-    )
+    first, second = sound(results, "slow")
+    about = {"expected": 2, "seen": first["seeded"], "rule": "C21"}
+    about["evidence"] = [f"rank 1 waited {second['waited']:.1f} s"]
+    row.count("distributed/fault-slow_cache/files_seen_by_other_ranks", second["files"], **about)
     assert first["seeded"] == 2
     assert second["waited"] >= 2.0
     late = results["too slow"][1]

@@ -6,16 +6,13 @@ thread of the group, which needs the GIL to drop the tensors of its last collect
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from launch.environment import RETRY, RUN
-from launch.retry import REASON, supervise
+from launch.retry import supervise
 from suites.distributed.ranks import run_shared
-from suites.distributed.training import CORPUS
-from suites.support.child import ROOT
+from suites.launch.trainers import OPTIONS, first_launch
 from suites.support.lanes import Lane, lanes
 
 DEADLOCK = "torch>=2.8,<2.14"  # seen on 2.8.0 and 2.13.0, not on 2.14.1 and 2.15.0
@@ -74,11 +71,8 @@ def test_ddp_that_outlives_its_group_deadlocks(lane: Lane, tmp_path: Path, row) 
 
 def test_ranks_end_while_a_thread_has_a_collective(tmp_path: Path, capsys) -> None:
     """On a loaded host, a thread of the group still has the last collective when `Ranks.leave` returns."""
-    given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    given = {name: value for name, value in given.items() if name not in (RETRY, REASON, RUN)}
-    options = ["--data", str(CORPUS), "--policy", "eager", "--tokens", "16", "--batch", "2", "--steps", "1"]
-    command = ["-c", PENDING, *options, "--style", "ddp"]
-    code = supervise(2, command, given, seconds=60, log=tmp_path / "log")
+    command = ["-c", PENDING, *OPTIONS, "--steps", "1", "--style", "ddp"]
+    code = supervise(2, command, first_launch(), seconds=60, log=tmp_path / "log")
     shown = capsys.readouterr()
     assert code == 0, shown.err
     assert '"style": "ddp"' in shown.out

@@ -11,7 +11,7 @@ import pytest
 
 from launch.warmup import MONITORING
 from suites.distributed.nccl import COLLECTIVES, killed_by
-from suites.distributed.ranks import run_shared
+from suites.distributed.ranks import run_shared, sound
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
@@ -36,122 +36,72 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(lane: Lane, logs: Path) -> dict[str, list[dict]]:
     """The results of one start of the ranks for all tests of this file."""
     late = {"program": "late_rank", "seconds": LATE}
+    # The rank that waits is ended before.
+    short = {"seconds": 3 * LATE, "given": QUICK, "group_timeout": TIMED_OUT, "log": str(logs / "late")}
     beat = {HEARTBEAT: str(BEAT), **QUICK}
     stopped = {"program": "stopped_watchdog", "seconds": KEPT, "given": beat}
-    return run_shared(
-        {
-            "facts": {"program": "group_facts"},
-            "late": late,
-            "late, short timeout": {
-                **late,
-                "seconds": 3 * LATE,  # the rank that waits is ended before
-                "given": QUICK,
-                "group_timeout": TIMED_OUT,
-                "log": str(logs / "late"),
-            },
-            "stopped": stopped,
-            "stopped, monitored": {
-                **stopped,
-                "seconds": 2 * KEPT,
-                "given": {**beat, MONITORING: "1"},
-                "log": str(logs / "stopped"),
-            },
-        },
-        lane.device,
-    )
-
-
-def sound(results: dict[str, list[dict]], name: str) -> list[dict]:
-    """Return the results of all ranks in a case, none of which may have raised or ended."""
-    assert not any("error" in one for one in results[name]), results[name]
-    return results[name]
+    monitored = {"seconds": 2 * KEPT, "given": {**beat, MONITORING: "1"}, "log": str(logs / "stopped")}
+    cases = {"facts": {"program": "group_facts"}, "late": late, "stopped": stopped}
+    cases |= {"late, short timeout": {**late, **short}, "stopped, monitored": {**stopped, **monitored}}
+    return run_shared(cases, lane.device)
 
 
 def test_nccl_groups_have_the_contract_timeout(results, row) -> None:
     """Read back from ProcessGroupNCCL, not the default since torch 2.15; each group is bound to its rank's GPU."""
     ranks = sound(results, "facts")
-    row.count(
-        "distributed/nccl/groups_with_the_timeout",
-        sum(seconds == TIMEOUT for one in ranks for seconds in one["timeouts"].values()),
-        expected=len(ranks) * len(COLLECTIVES),
-        seen=sum(len(one["timeouts"]) for one in ranks),
-        rule="C23",
-        evidence=[str(one) for one in ranks],
-    )
+    timeouts = [seconds for one in ranks for seconds in one["timeouts"].values()]
+    about = {"seen": timeouts, "rule": "C23", "evidence": ranks}
+    expected = len(ranks) * len(COLLECTIVES)
+    row.count("distributed/nccl/groups_with_the_timeout", timeouts.count(TIMEOUT), expected=expected, **about)
     for rank, one in enumerate(ranks):
         assert (one["class"], one["bound"]) == ("ProcessGroupNCCL", f"cuda:{rank}")
 
 
 def test_sequence_numbers_agree_between_ranks(results, row) -> None:
     """Each group counts its collectives alike on all ranks."""
-    first, *others = sound(results, "facts")
-    row.count(
-        "distributed/nccl/sequence_numbers_that_differ",
-        sum(one["after"][name] != number for one in others for name, number in first["after"].items()),
-        expected=0,
-        seen=sum(first["after"].values()),
-        rule="R1",
-        evidence=[f"before {one['before']}, after {one['after']}" for one in (first, *others)],
-    )
-    for one in (first, *others):
+    first, *others = ranks = sound(results, "facts")
+    differ = [
+        one for one in others for name, number in first["after"].items() if one["after"][name] != number
+    ]
+    about = {"seen": sum(first["after"].values()), "rule": "R1"}
+    about["evidence"] = [f"before {one['before']}, after {one['after']}" for one in ranks]
+    row.count("distributed/nccl/sequence_numbers_that_differ", len(differ), expected=0, **about)
+    for one in ranks:
         assert {name: one["after"][name] - one["before"][name] for name in COLLECTIVES} == COLLECTIVES
-        assert one["sum"] == float(len(results["facts"])) ** sum(COLLECTIVES.values())
+        assert one["sum"] == float(len(ranks)) ** sum(COLLECTIVES.values())
 
 
 def test_traces_number_collectives_alike_on_all_ranks(lane: Lane, row) -> None:
     """Since torch 2.12 a trace has the number of each collective, by which the traces of ranks can be joined."""
-    results = run_shared({"trace": {"program": "traced_numbers"}}, lane.device)
-    first, *others = sound(results, "trace")
+    first, *others = ranks = sound(run_shared({"trace": {"program": "traced_numbers"}}, lane.device), "trace")
     assert {name: len(numbers) for name, numbers in first.items()} == COLLECTIVES
     numbered = not any(None in numbers for numbers in first.values())
-    row.cost(
-        "distributed/nccl_trace/capability",
-        int(numbered),
-        "capability",
-        better="higher",
-        seen=sum(map(len, first.values())),
-        rule="R1",
-        evidence=[f"rank 0: {first}"],
-    )
+    about = {"seen": sum(map(len, first.values())), "rule": "R1", "evidence": ranks}
+    row.cost("distributed/nccl_trace/capability", int(numbered), "capability", better="higher", **about)
     if numbered:
-        row.count(
-            "distributed/nccl_trace/sequence_numbers_that_differ",
-            sum(one[name] != numbers for one in others for name, numbers in first.items()),
-            expected=0,
-            seen=sum(map(len, first.values())),
-            rule="R1",
-            evidence=[str(one) for one in (first, *others)],
-        )
+        differ = sum(one[name] != numbers for one in others for name, numbers in first.items())
+        row.count("distributed/nccl_trace/sequence_numbers_that_differ", differ, expected=0, **about)
         assert all(len({*numbers}) == len(numbers) for numbers in first.values())
 
 
 @planted("C23", "a group whose timeout is shorter than one rank's compilation")
 def test_late_rank_is_waited_for(results, logs: Path, row) -> None:
     """Under a short timeout the watchdog aborts the rank that waits, with a reason in its log."""
-    ranks = results["late"]
-    row.count(
-        "distributed/nccl_watchdog/ranks_lost_to_a_late_one",
-        sum(one != {"sum": float(len(ranks))} for one in ranks),
-        expected=0,
-        seen=ranks,
-        rule="C23",
-        evidence=[killed_by(f"{logs / 'late'}-0")],
-    )
+    ranks, reason = results["late"], killed_by(f"{logs / 'late'}-0")
+    lost = sum(one != {"sum": float(len(ranks))} for one in ranks)
+    about = {"seen": ranks, "rule": "C23", "evidence": [reason]}
+    row.count("distributed/nccl_watchdog/ranks_lost_to_a_late_one", lost, expected=0, **about)
     assert results["late, short timeout"][0] == ABORTED
-    assert f"Timeout(ms)={TIMED_OUT}000" in killed_by(f"{logs / 'late'}-0")
+    assert f"Timeout(ms)={TIMED_OUT}000" in reason
 
 
 @planted("C23", "the monitor is on, with a short heartbeat, while the watchdog is kept")
 def test_kept_watchdog_does_not_end_a_rank(results, logs: Path, row) -> None:
     """The heartbeat is short, but the contract turns the monitor off until the warm-up has ended."""
     ranks = results["stopped"]
-    row.count(
-        "distributed/nccl_watchdog/ranks_ended_by_the_monitor",
-        sum(one.get("sum") != float(len(ranks)) ** 2 for one in ranks),
-        expected=0,
-        seen=sum(one.get("threads", 0) for one in ranks),
-        rule="C23",
-        evidence=[killed_by(f"{logs / 'stopped'}-{rank}") for rank in range(len(ranks))],
-    )
+    reasons = [killed_by(f"{logs / 'stopped'}-{rank}") for rank in range(len(ranks))]
+    ended = sum(one.get("sum") != float(len(ranks)) ** 2 for one in ranks)
+    about = {"seen": sum(one.get("threads", 0) for one in ranks), "rule": "C23", "evidence": reasons}
+    row.count("distributed/nccl_watchdog/ranks_ended_by_the_monitor", ended, expected=0, **about)
     assert results["stopped, monitored"] == [ABORTED] * len(ranks)
-    assert "watchdog got stuck for" in killed_by(f"{logs / 'stopped'}-0")
+    assert "watchdog got stuck for" in reasons[0]

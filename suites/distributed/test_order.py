@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -50,23 +51,17 @@ def test_parallelize_stage_order(mesh: DeviceMesh, model: Hybrid, monkeypatch, r
     seen, before = [], identity(model)
     blocks = len(model.blocks)
     letters = [type(block) for block in model.blocks]
-    monkeypatch.setattr(
-        parallel,
-        "fully_shard",
-        lambda module, mesh: (seen.append(stage(model)), fully_shard(module, mesh=mesh)),
-    )
-    done = parallelize(
-        model, load(), mesh, "fsdp2", backend="eager", shard=lambda model: seen.append(stage(model))
-    )
-    row.bound(
-        "distributed/nam12-fsdp2/order",
-        " ".join(done.order),
-        "stages",
-        expected="build shard compile fsdp2",
-        seen=seen,
-        rule="C14",
-        evidence=[f"{compiled} regions compiled, {groups} groups" for compiled, groups in seen],
-    )
+
+    def shard(module: nn.Module, **options: object) -> None:
+        seen.append(stage(model))
+        if options:
+            fully_shard(module, **options)
+
+    monkeypatch.setattr(parallel, "fully_shard", shard)
+    done = parallelize(model, load(), mesh, "fsdp2", backend="eager", shard=shard)
+    about = {"expected": "build shard compile fsdp2", "seen": seen, "rule": "C14"}
+    about["evidence"] = [f"{compiled} regions compiled, {groups} groups" for compiled, groups in seen]
+    row.bound("distributed/nam12-fsdp2/order", " ".join(done.order), "stages", **about)
     assert seen == [(0, 0), *((blocks + 1, groups) for groups in range(blocks + 1))]
     assert done.compiled.policy == load().default_policy
     assert identity(model).keys() == before.keys()
@@ -78,13 +73,9 @@ def test_ddp_keeps_module_names_and_types(mesh: DeviceMesh, model: Hybrid, row) 
     before, state = identity(model), list(model.state_dict())
     done = parallelize(model, load(), mesh, "ddp", backend="eager")
     after = identity(model)
-    row.count(
-        "distributed/nam12-ddp/names_and_types_changed",
-        sum(before.get(name) is not after.get(name) for name in {*before, *after}),
-        expected=0,
-        seen=before,
-        rule="C14",
-    )
+    changed = [name for name in {*before, *after} if before.get(name) is not after.get(name)]
+    about = {"expected": 0, "seen": before, "rule": "C14"}
+    row.count("distributed/nam12-ddp/names_and_types_changed", len(changed), **about)
     assert list(model.state_dict()) == state
     assert stage(model) == (len(model.blocks) + 1, 0)
     assert done.order == ("build", "compile", "ddp")

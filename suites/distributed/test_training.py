@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from suites.distributed.ranks import run_shared
+from suites.distributed.ranks import run_shared, sound
 from suites.distributed.training import FAULTS, SAVED, STEPS
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
@@ -21,7 +21,7 @@ DIVIDED = ("expert", "tensor")
 COMPILED = {"ddp": "AE", "fsdp2": "AE", "expert": "E", "tensor": "A"}
 # Relative, in fp64 and fp32: sums in another order; a fault is larger by orders of magnitude.
 ROUNDING, ROUNDING_32 = 1e-9, 1e-5
-SAME_ROWS, NO_EXCHANGE, NO_SUM, SPLIT = FAULTS
+SAME_ROWS, NO_EXCHANGE, NO_SUM, SPLIT, _ = FAULTS
 SMALL_BUCKET = 0.01  # MiB; smaller than any block
 # A rank runs its rows one by one. The bias moves by too little to change which experts a token takes.
 PARTS = {"rows": 1, "bias_rate": 1e-9, "pattern": "AE", "steps": 1}
@@ -56,13 +56,6 @@ def compiled(division: str) -> dict[str, object]:
     return {"policy": "regional", "steps": 1, "pattern": COMPILED[division]}
 
 
-def sound(results: dict[str, list[dict]], *names: str) -> list[dict]:
-    """Return the results of all ranks in the named cases, none of which may have raised."""
-    found = [one for name in names for one in results[name]]
-    assert not any("error" in one for one in found), found
-    return found
-
-
 @lanes("cpu", "h200x2")
 @pytest.mark.parametrize("division", WHOLE)
 @planted("C14", "every rank takes the first rows of the batch")
@@ -73,34 +66,14 @@ def test_ranks_train_as_one_process(lane: Lane, division: str, results, row) -> 
     """
     eager, regional = sound(results, division), sound(results, f"{division}, compiled")
     bitwise = [*eager, *regional] if lane.device == "cpu" else eager
-    row.count(
-        f"distributed/train-{division}/gradients_that_differ",
-        sum(one["gradients"]["different"] for one in bitwise),
-        expected=0,
-        seen=sum(one["gradients"]["tensors"] - one["gradients"]["zero"] for one in bitwise),
-        rule="C14",
-        evidence=[f"losses {one['losses']}, one process {one['one']}" for one in bitwise],
-    )
+    case = f"distributed/train-{division}"
+    different = sum(one["gradients"]["different"] for one in bitwise)
+    row.count(f"{case}/gradients_that_differ", different, expected=0, **about(bitwise))
     if lane.device == "cuda":
-        row.bound(
-            f"distributed/train-{division}/compiled_gradient_error",
-            largest(one["gradients"]["relative"] for one in regional),
-            "ratio",
-            at_most=ROUNDING_32,
-            seen=sum(one["gradients"]["tensors"] - one["gradients"]["zero"] for one in regional),
-            rule="C14",
-            evidence=[
-                f"losses {one['losses']}, one process {one['one']}; repeated: {one['repeated']}"
-                for one in regional
-            ],
-        )
-    row.count(
-        f"distributed/train-{division}/recompiles",
-        sum(one["recompiles"] for one in regional),
-        expected=0,
-        seen=sum(one["programs"] for one in regional),
-        rule="C8",
-    )
+        apart = largest(one["gradients"]["relative"] for one in regional)
+        row.bound(f"{case}/compiled_gradient_error", apart, "ratio", at_most=ROUNDING_32, **about(regional))
+    recompiles, seen = (sum(one[what] for one in regional) for what in ("recompiles", "programs"))
+    row.count(f"{case}/recompiles", recompiles, expected=0, seen=seen, rule="C8")
     for one in bitwise:
         assert one["losses"] == one["one"]
         assert one["weights"]["different"] == 0
@@ -115,6 +88,19 @@ def test_ranks_train_as_one_process(lane: Lane, division: str, results, row) -> 
         assert one["groups"] == (2 if division == "ddp" and lane.device == "cpu" else 1)
     faulty = sound(results, SAME_ROWS)
     assert all(one["gradients"]["different"] > 0 and one["losses"] != one["one"] for one in faulty)
+
+
+def about(compared: list[dict]) -> dict[str, object]:
+    """Return what a row of compared gradients has in common with the others."""
+    seen = sum(one["gradients"]["tensors"] - one["gradients"]["zero"] for one in compared)
+    return {
+        "seen": seen,
+        "rule": "C14",
+        "evidence": [
+            f"losses {one['losses']}, one process {one['one']}; repeated: {one['repeated']}"
+            for one in compared
+        ],
+    }
 
 
 @lanes("cpu")
@@ -136,14 +122,11 @@ def test_rows_in_parts_train_as_one_process(lane: Lane, division: str, results) 
 def test_buckets_do_not_split_regions(lane: Lane, results, row) -> None:
     """Blocks that are larger than a bucket of gradients, as at full size: each kind of region is still one program."""
     ranks = sound(results, "small buckets")
-    row.count(
-        "distributed/train-ddp/programs_beyond_budget_with_small_buckets",
-        sum(one["programs"] - one["expected_programs"] for one in ranks),
-        expected=0,
-        seen=sum(one["programs"] for one in ranks),
-        rule="C27",
-        evidence=[f"rank {rank}: {one['programs']} programs" for rank, one in enumerate(ranks)],
-    )
+    programs = [one["programs"] for one in ranks]
+    beyond = sum(programs) - sum(one["expected_programs"] for one in ranks)
+    case = "distributed/train-ddp/programs_beyond_budget_with_small_buckets"
+    evidence = [f"rank {rank}: {count} programs" for rank, count in enumerate(programs)]
+    row.count(case, beyond, expected=0, seen=sum(programs), rule="C27", evidence=evidence)
     assert largest(one["gradients"]["relative"] for one in ranks) <= ROUNDING_32
     assert all("ProgramBudgetError" in one["error"] for one in results[SPLIT]), results[SPLIT]
 
@@ -154,15 +137,9 @@ def test_buckets_do_not_split_regions(lane: Lane, results, row) -> None:
 def test_divided_blocks_train_as_one_process(lane: Lane, division: str, results, row) -> None:
     """Experts over the ranks with an all-to-all, attention heads over the ranks with DTensor; under FSDP2."""
     compared = sound(results, division, f"{division}, compiled")
-    row.bound(
-        f"distributed/train-{division}/gradient_error",
-        largest(one["gradients"]["relative"] for one in compared),
-        "ratio",
-        at_most=ROUNDING,
-        seen=sum(one["gradients"]["tensors"] - one["gradients"]["zero"] for one in compared),
-        rule="C14",
-        evidence=[f"losses {one['losses']}, one process {one['one']}" for one in compared],
-    )
+    apart = largest(one["gradients"]["relative"] for one in compared)
+    case = f"distributed/train-{division}/gradient_error"
+    row.bound(case, apart, "ratio", at_most=ROUNDING, **about(compared))
     for one in compared:
         assert one["losses"] == pytest.approx(one["one"], rel=ROUNDING)
         assert one["programs"] == one["expected_programs"]
@@ -176,13 +153,10 @@ def test_divided_blocks_train_as_one_process(lane: Lane, division: str, results,
 def test_resumed_ranks_equal_uninterrupted_ranks(lane: Lane, division: str, results, row) -> None:
     """Bitwise, over the same ranks and in one process: the checkpoint does not depend on how many wrote it."""
     compared = sound(results, f"{division}, resumed")
-    row.count(
-        f"distributed/train-{division}/weights_that_differ_after_resume",
-        sum(one[case]["different"] for one in compared for case in ("weights", "weights_alone")),
-        expected=0,
-        seen=sum(one["weights"]["tensors"] for one in compared),
-        rule="C21",
-    )
+    differ = sum(one[case]["different"] for one in compared for case in ("weights", "weights_alone"))
+    seen = sum(one["weights"]["tensors"] for one in compared)
+    case = f"distributed/train-{division}/weights_that_differ_after_resume"
+    row.count(case, differ, expected=0, seen=seen, rule="C21")
     for one in compared:
         assert len(one["losses"]) == STEPS
         assert one["again"] == one["alone"] == one["losses"][SAVED:]
@@ -190,14 +164,9 @@ def test_resumed_ranks_equal_uninterrupted_ranks(lane: Lane, division: str, resu
 
 @lanes("cpu", "h200x2")
 def test_rank_0_alone_writes(lane: Lane, results, row) -> None:
-    first, *others = sound(results, "ddp, resumed")
-    sharded, *more = sound(results, "fsdp2, resumed")
-    row.count(
-        "distributed/train/files_of_other_ranks",
-        sum(len(one["files"]) for one in (*others, *more)),
-        expected=0,
-        seen=len(first["files"]) + len(sharded["files"]),
-        rule="C21",
-    )
-    assert first["files"] == sharded["files"] == ["log.jsonl", "state.pt"]
-    assert first["steps_logged"] == STEPS
+    ddp, sharded = (sound(results, f"{division}, resumed") for division in WHOLE)
+    files = [name for one in (*ddp[1:], *sharded[1:]) for name in one["files"]]
+    written = [*ddp[0]["files"], *sharded[0]["files"]]
+    row.count("distributed/train/files_of_other_ranks", files, expected=0, seen=written, rule="C21")
+    assert written == ["log.jsonl", "state.pt"] * 2
+    assert ddp[0]["steps_logged"] == STEPS

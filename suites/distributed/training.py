@@ -10,12 +10,13 @@ import inspect
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch.distributed.tensor import Partial
 from torch.nn.parallel import DistributedDataParallel
 
 from bumpgate.plugin.instruments import DynamoWatch
-from launch import autofit, caches, train
+from launch import autofit, caches, optimizers, train
 from launch.contract import Contract, apply_dynamo
 from launch.data import PackedBatches, TokenFile
 from launch.dist import model_parallel, parallel
@@ -34,11 +35,10 @@ from launch.outputs import Files
 from launch.train import Trainer, TrainingPlan
 from launch.warmup import WarmUp
 from model import preset
-from suites.support.child import ROOT
+from suites.launch.trainers import CORPUS
 from suites.support.instruments import group_timeout
 from suites.support.reduce import largest
 
-CORPUS = ROOT / "fixtures" / "corpus"
 ROWS, TOKENS, STEPS, SAVED = 2, 32, 4, 2  # the run saves a checkpoint after SAVED steps
 PATTERN = "AEMR"  # all kinds of blocks
 
@@ -84,16 +84,19 @@ def first_gradients(run: Trainer) -> dict[str, Tensor]:
 
 
 def apart(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Any]:
-    """Return how two sets of tensors differ: how many bitwise, and the largest distance relative to a tensor's norm."""
-    relative = largest(
-        float((found[name] - other).norm() / other.norm().clamp(min=1e-30))
-        for name, other in reference.items()
-    )
+    """Return how two sets of tensors differ: how many bitwise, and the largest distances.
+
+    relative: to a tensor's norm. farthest: of two elements.
+    """
+    pairs = [(found[name], other) for name, other in reference.items()]
     return {
         "tensors": len(reference),
         "zero": sum(not other.any() for other in reference.values()),
-        "different": sum(not torch.equal(found[name], other) for name, other in reference.items()),
-        "relative": relative,
+        "different": sum(not torch.equal(one, other) for one, other in pairs),
+        "relative": largest(
+            float((one - other).norm() / other.norm().clamp(min=1e-30)) for one, other in pairs
+        ),
+        "farthest": largest(float((one.double() - other.double()).abs().max()) for one, other in pairs),
     }
 
 
@@ -105,17 +108,11 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
 @contextmanager
 def planted(fault: str) -> Iterator[None]:
-    """Plant one of FAULTS in this process."""
-    if not fault:
+    """Plant one of FAULTS in this process, if any."""
+    with ExitStack() as stack:
+        for owner, name, value in FAULTS.get(fault, []):
+            stack.enter_context(mock.patch.object(owner, name, value))
         yield
-        return
-    owner, name, value = FAULTS[fault]
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _same_rows(share: autofit.Share, batch: Tensor) -> Tensor:
@@ -136,16 +133,16 @@ def _optimize_ddp(contract: Contract) -> None:
     apply_dynamo(replace(contract, dynamo={**contract.dynamo, "optimize_ddp": True}))  # torch's default
 
 
+_OWN_SUMS = partial(model_parallel.RowwiseParallel, output_layouts=Partial())
 # Fault -> what it replaces.
-FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "every rank takes the first rows": (autofit.Share, "of", _same_rows),
-    "experts see their own rank's rows only": (model_parallel, "exchange", lambda x, group: x),
-    "attention heads are not added up": (
-        model_parallel,
-        "RowwiseParallel",
-        partial(model_parallel.RowwiseParallel, output_layouts=Partial()),
-    ),
-    "Dynamo splits regions": (train, "apply_dynamo", _optimize_ddp),
+FAULTS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
+    "every rank takes the first rows": [(autofit.Share, "of", _same_rows)],
+    "experts see their own rank's rows only": [(model_parallel, "exchange", lambda x, group: x)],
+    "attention heads are not added up": [(model_parallel, "RowwiseParallel", _OWN_SUMS)],
+    "Dynamo splits regions": [(train, "apply_dynamo", _optimize_ddp)],
+    "each rank orthogonalizes the rows of a matrix that it has": [
+        (optimizers, name, lambda rows, parameter: rows) for name in ("gathered", "part_of")
+    ],
 }
 
 
@@ -163,11 +160,10 @@ def compare(
 ) -> dict[str, Any]:
     """Train over the ranks and in one process -> how losses, gradients and weights differ.
 
+    wide: in fp64, and the one process is eager; otherwise it has the policy of the ranks.
+    bucket: of DDP's gradients, in MiB; the ranks then compile in their first step, under DDP, as on a GPU.
+    options: of both trainers.
     `repeated` is how a repetition of the one process differs, compiled on a GPU.
-
-    wide: in fp64, and the one process is eager; otherwise it has the policy of the ranks. bucket: of DDP's gradients,
-    in MiB, in place of torch's default; the ranks then compile in their first step, under DDP, as on a GPU. options: of
-    both trainers.
     """
     if bucket:
         parallel.DistributedDataParallel = _with_buckets(bucket)  # type: ignore[misc]
@@ -228,15 +224,16 @@ def resumed(ranks: Ranks, division: str, place: str) -> dict[str, Any]:
     ranks.meet()
     run.run()
     weights = whole(run.model.state_dict())
-    again = trainer(ranks, plan, division, files=Files(saved))
-    again.resume()
-    again.checkpoint = None  # the file is shared by the ranks of this test, and still to be read
-    again.run()
-    ranks.meet()
-    alone = trainer(ranks, plan, division, alone=True, files=Files(saved))
-    alone.resume()
-    alone.checkpoint = None
-    alone.run()
+
+    def continued(alone: bool) -> Trainer:
+        run = trainer(ranks, plan, division, alone=alone, files=Files(saved))
+        run.resume()
+        run.checkpoint = None  # the file is shared by the ranks of this test, and still to be read
+        run.run()
+        ranks.meet()
+        return run
+
+    again, alone = continued(alone=False), continued(alone=True)
     return {
         "files": sorted(path.name for path in folder.iterdir()),
         "losses": run.losses,

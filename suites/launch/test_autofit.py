@@ -6,7 +6,6 @@ B batch, T tokens.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,18 +18,21 @@ from bumpgate.plugin.instruments import reset_dynamo
 from launch import train
 from launch.autofit import MEMORY, accumulated_step, device_batch
 from launch.contract import ContractError
-from launch.data import SyntheticBatches
 from launch.environment import RETRY
 from launch.retry import REASON, load_retry, supervise
 from launch.step import train_step
 from model import Hybrid, HybridConfig, preset
 from model.dsa import scaled_losses
-from suites.support.child import ROOT
+from suites.launch.trainers import first_launch, smoke_trainer
 from suites.support.lanes import lanes
 from suites.support.planted import planted
 from suites.support.reduce import largest
 
 pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
+
+# Without experts the loss of a batch is a mean over its targets alone, so that the parts add up to the whole.
+DENSE = preset("nam12", "narrow", layer_pattern="AM", depth=2)
+SPLIT = {"batch": 4, "tokens": 32, "rows": 2}
 
 
 def test_retry_uses_next_batch_size_of_contract() -> None:
@@ -40,19 +42,11 @@ def test_retry_uses_next_batch_size_of_contract() -> None:
         assert device_batch(8, again) == 4
         assert device_batch(16, again) == 8
         for batch in (4, 2, 9):
-            with pytest.raises(
-                ContractError,
-                match=rf"^a batch of {batch} does not fit, and no size of \[autofit\] device_batches \[8, 4\]",
-            ):
+            words = rf"^a batch of {batch} does not fit, and no size of \[autofit\] device_batches \[8, 4\]"
+            with pytest.raises(ContractError, match=words):
                 device_batch(batch, again)
     for given in ({}, {RETRY: "1"}, {RETRY: "1", REASON: "bootstrap"}, {REASON: MEMORY[0]}):
         assert device_batch(8, given) == 8
-
-
-def dense() -> Hybrid:
-    """Without experts the loss of a batch is a mean over its targets alone, so that the parts add up to the whole."""
-    torch.manual_seed(0)
-    return Hybrid(preset("nam12", "narrow", layer_pattern="AM", depth=2)).double()
 
 
 def batch_of(model: Hybrid) -> Tensor:
@@ -65,7 +59,7 @@ def batch_of(model: Hybrid) -> Tensor:
 
 def after(step) -> tuple[Tensor, Tensor]:
     """Return the loss () and the flattened gradient of every weight, of one step."""
-    model = dense()
+    model = double()
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     loss = step(model, torch.optim.SGD(model.parameters(), lr=1.0), batch_of(model))
     return loss, before - torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -74,20 +68,14 @@ def after(step) -> tuple[Tensor, Tensor]:
 @planted("C25", "parts weighted alike, and a batch that shrinks with the device's")
 def test_split_batch_step_equals_full_step(row) -> None:
     whole = after(train_step)
-    bos = dense().config.bos_id
+    bos = DENSE.bos_id
     split = {
         rows: after(lambda m, o, ids, r=rows: accumulated_step(m, o, ids, r, bos)) for rows in (8, 4, 2, 3)
     }
     error = largest(float((a - b).abs().max()) for found in split.values() for a, b in zip(found, whole))
-    row.bound(
-        "launch/autofit/difference_of_a_split_step",
-        error,
-        "gradient",
-        at_most=1e-9,
-        seen=sum(len(found[1]) for found in split.values()),
-        rule="C25",
-        evidence=[f"8 rows, {rows} at a time: loss {found[0]:.12f}" for rows, found in split.items()],
-    )
+    about = {"seen": sum(len(found[1]) for found in split.values()), "rule": "C25"}
+    about["evidence"] = [f"8 rows, {rows} at a time: loss {found[0]:.12f}" for rows, found in split.items()]
+    row.bound("launch/autofit/difference_of_a_split_step", error, "gradient", at_most=1e-9, **about)
     assert torch.equal(split[8][1], whole[1]), "unsplit, it is train_step itself"
 
     def alike(model, optimizer, ids):
@@ -96,38 +84,37 @@ def test_split_batch_step_equals_full_step(row) -> None:
         optimizer.step()
 
     def shrunk(model, optimizer, ids):
-        return train_step(model, optimizer, ids[:4])
+        train_step(model, optimizer, ids[:4])
 
     for fault in (alike, shrunk):
-        _, gradient = after(lambda m, o, ids, f=fault: (f(m, o, ids), torch.zeros(()))[1])
-        assert float((gradient - whole[1]).abs().max()) > 1e-3, fault.__name__
+        assert float((after(fault)[1] - whole[1]).abs().max()) > 1e-3, fault.__name__
 
 
 @pytest.mark.parametrize("rows", [8, 4])
 def test_step_clears_its_gradients(rows: int) -> None:
     """Gradients that are left would be added to the gradients of the next step."""
-    model = dense()
+    model = double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     accumulated_step(model, optimizer, batch_of(model), rows, model.config.bos_id)
     assert all(p.grad is None for p in model.parameters())
 
 
-def sparse() -> Hybrid:
-    """Like dense(), with sparse attention, whose indexer has a separate loss."""
-    torch.manual_seed(0)
-    return Hybrid(sparse_config()).double()
-
-
 def sparse_config() -> HybridConfig:
+    """Return a model with sparse attention, whose indexer has a separate loss."""
     config = preset("nam56r", "narrow")
     return config.replace(layer_pattern="AM", depth=2, dsa=replace(config.dsa, ranks=(1,)))
+
+
+def double(config: HybridConfig = DENSE) -> Hybrid:
+    torch.manual_seed(0)
+    return Hybrid(config).double()
 
 
 def test_split_step_takes_the_indexers_loss_once() -> None:
     """Each part adds the gradient of a mean over its own tokens, which does not follow the loss of the model."""
 
     def gradients(scaled: bool, rows: int) -> dict[str, Tensor]:
-        model = sparse()
+        model = double(sparse_config())
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         taking = {"taking": partial(scaled_losses, model)} if scaled else {}
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -147,14 +134,10 @@ def test_split_step_takes_the_indexers_loss_once() -> None:
 
 def test_split_batch_of_sparse_attention_compiles_once(restored_dynamo) -> None:
     """The weight of the indexer's loss is a constant of the graph: the warm-up has the weight of a part, too."""
-    config = sparse_config()
     compiled = []
     for rows in (None, 2):
         reset_dynamo()
-        source = SyntheticBatches(config.vocab_size, 4, 32, 0, config.bos_id)
-        run = train.Trainer(
-            config, train.TrainingPlan(3, policy="regional"), source, backend="eager", rows=rows
-        )
+        run = smoke_trainer(3, sparse_config(), **SPLIT | {"rows": rows}, policy="regional", backend="eager")
         run.run(allow_synthetic="smoke")
         compiled.append(len(run.programs.seen))
     assert compiled[0] == compiled[1] > 1
@@ -162,8 +145,7 @@ def test_split_batch_of_sparse_attention_compiles_once(restored_dynamo) -> None:
 
 def test_trainer_gives_each_part_its_share_of_the_loss() -> None:
     config = sparse_config()
-    source = SyntheticBatches(config.vocab_size, 4, 32, 0, config.bos_id)
-    run = train.Trainer(config, train.TrainingPlan(1, policy="eager"), source, rows=2)
+    run = smoke_trainer(1, config, **SPLIT)
     weights: list[float] = []
     run.model.blocks[0].register_forward_pre_hook(lambda block, _: weights.append(block.loss_weight))
     run.run(allow_synthetic="smoke")
@@ -199,29 +181,18 @@ SMALL = ["--smoke", "--policy", "eager", "--tokens", "16", "--batch", "8", "--st
 def test_out_of_memory_retry_uses_smaller_device_batch(tmp_path: Path, row) -> None:
     """A real second process: 8 rows per step as before, 4 at a time, under the same contract, with one reset."""
     log = tmp_path / "log"
-    given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    given = {name: value for name, value in given.items() if name not in (RETRY, REASON)}
-    assert supervise(0, ["-c", OUT_OF_MEMORY, *SMALL], given, seconds=300, log=log) == 0, log.read_text()
+    code = supervise(0, ["-c", OUT_OF_MEMORY, *SMALL], first_launch(), seconds=300, log=log)
+    assert code == 0, log.read_text()
     lines = [line.removeprefix("[run]: ") for line in log.read_text().splitlines()]
     first, summary, second = [json.loads(line) for line in lines if line.startswith("{")]
-    row.bound(
-        "launch/autofit/rows_of_a_step",
-        sum(second["rows"][1:]) / summary["step"],
-        "rows",
-        expected=8.0,
-        seen=second["rows"],
-        rule="C25",
-        evidence=[f"through the model: {second['rows']}, the first of them the warm-up"],
-    )
-    row.count(
-        "launch/autofit/resets_of_a_retry",
-        second["resets"],
-        expected=1,
-        seen=1 + first["resets"] + len(second["rows"]),
-        rule="C21",
-    )
+    rows = second["rows"]
+    about = {"seen": rows, "rule": "C25", "evidence": [f"through the model: {rows}, first the warm-up"]}
+    taken = sum(rows[1:]) / summary["step"]
+    row.bound("launch/autofit/rows_of_a_step", taken, "rows", expected=8.0, **about)
+    about = {"seen": 1 + first["resets"] + len(rows), "rule": "C21"}
+    row.count("launch/autofit/resets_of_a_retry", second["resets"], expected=1, **about)
     assert (first["rows"], first["resets"]) == ([], 0)
-    assert second["rows"] == [4] * 5
+    assert rows == [4] * 5
     assert summary["rows_at_once"] == 4
     assert first["variables"] == second["variables"]
     assert None not in second["variables"].values()
@@ -229,13 +200,13 @@ def test_out_of_memory_retry_uses_smaller_device_batch(tmp_path: Path, row) -> N
 
 @planted("C21", "auto-fit resets the compiler for each candidate")
 def test_extra_compiler_resets_are_counted(restored_dynamo, monkeypatch, capsys) -> None:
-    """By the counter of the row above: 1 in a retry, 3 if trying a batch resets, too."""
+    """By the counter of the row above: 0 without a retry, 1 in one, 3 if trying a batch resets, too."""
     resets = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    assert (train.main(SMALL), len(resets)) == (0, 0)
     monkeypatch.setenv(RETRY, "1")
     monkeypatch.setenv(REASON, MEMORY[0])
-    assert train.main(SMALL) == 0
-    assert len(resets) == 1
+    assert (train.main(SMALL), len(resets)) == (0, 1)
 
     def eager_fit(batch: int) -> int:
         for _ in (8, 4):
@@ -243,5 +214,4 @@ def test_extra_compiler_resets_are_counted(restored_dynamo, monkeypatch, capsys)
         return device_batch(batch)
 
     monkeypatch.setattr(train, "device_batch", eager_fit)
-    assert train.main(SMALL) == 0
-    assert len(resets) == 1 + 3
+    assert (train.main(SMALL), len(resets)) == (0, 1 + 3)

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from suites.support.planted import planted
 pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
 FILES = 200
+SMALL = ["--smoke", "--policy", "eager", "--steps", "1", "--batch", "2", "--tokens", "16"]
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 
 
@@ -40,29 +42,22 @@ def small_disk(place: Path, kib: int, fill: bool = False) -> tuple[str, ...]:
     Raises InfraError if the machine allows no mount namespace.
     """
     place.mkdir(exist_ok=True)
-    probe = subprocess.run(
-        [*NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", str(place)], capture_output=True, text=True
-    )
+    mount = [*NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", str(place)]
+    probe = subprocess.run(mount, capture_output=True, text=True)
     if probe.returncode:
         raise InfraError(f"no tmpfs can be mounted here: {probe.stderr.strip()}")
-    filling = 'cat /dev/zero > "$0/fill" 2>/dev/null; ' if fill else ""
-    script = (
-        f'mount -t tmpfs -o size={kib}k tmpfs "$0" || exit 99; {filling}"$@"; code=$?; ls -A "$0"; exit $code'
-    )
-    return (*NAMESPACE, "sh", "-c", script, str(place))
+    script = f'mount -t tmpfs -o size={kib}k tmpfs "$0" || exit 99; '
+    script += 'cat /dev/zero > "$0/fill" 2>/dev/null; ' if fill else ""
+    return (*NAMESPACE, "sh", "-c", f'{script}"$@"; code=$?; ls -A "$0"; exit $code', str(place))
 
 
 @pytest.mark.parametrize("variable", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
 def test_full_disk_has_its_own_exit_code(launcher: Launcher, tmp_path: Path, variable: str) -> None:
     """5 if a write finds no space; 3 if the disk is writable but smaller than the contract requires."""
     place = tmp_path / "disk"
-    full = launcher({variable: str(place)}, wrapper=small_disk(place, 256, fill=True))
-    assert full.code == 5, full.err
-    assert variable in full.line
-    assert "No space left on device" in full.line
-    small = launcher({variable: str(place)}, wrapper=small_disk(place, 256))
-    assert small.code == 3, small.err
-    assert variable in small.line
+    for fill, code, words in ((True, 5, "No space left on device"), (False, 3, "MiB free")):
+        run = launcher({variable: str(place)}, wrapper=small_disk(place, 256, fill))
+        assert (run.code, variable in run.line, words in run.line) == (code, True, True), run.err
 
 
 @planted("C19", "a disk that fills while compiling")
@@ -71,17 +66,10 @@ def test_disk_full_while_compiling(checkout: Checkout, tmp_path: Path, row) -> N
     checkout.edit("minimum_free_bytes = 1_073_741_824", "minimum_free_bytes = 0")
     checkout.lock()
     place = tmp_path / "disk"
-    run = checkout.launcher("--policy", "regional")(
-        {"TORCHINDUCTOR_CACHE_DIR": str(place)}, wrapper=small_disk(place, 64)
-    )
-    row.bound(
-        "launch/caches-cpu/exit_code_of_a_full_disk",
-        run.code,
-        "exit code",
-        expected=5,
-        seen=run.err.splitlines(),
-        rule="C19",
-    )
+    given = {"TORCHINDUCTOR_CACHE_DIR": str(place)}
+    run = checkout.launcher("--policy", "regional")(given, wrapper=small_disk(place, 64))
+    about = {"expected": 5, "seen": run.err.splitlines(), "rule": "C19"}
+    row.bound("launch/caches-cpu/exit_code_of_a_full_disk", run.code, "exit code", **about)
     assert run.line.startswith("disk full: ")
     assert "No space left on device" in run.line
 
@@ -105,16 +93,12 @@ def test_unusable_cache_is_refused_or_made_private(checkout: Checkout, tmp_path:
     run = checkout.launcher()(planted)
     assert run.code == 0, run.err
     report = json.loads(run.out.splitlines()[-1])["caches"]
+    found = [report.pop(name) for name in ("private", "seeded", "published")]
+    assert found == [True, 0, 0], "only a named run copies shared caches"
     private = Path(report["TORCHINDUCTOR_CACHE_DIR"]).parent
-    assert report["private"] is True
-    assert run.err.splitlines() == [
-        f"private cache: {private}, since TORCHINDUCTOR_CACHE_DIR={file}: no such directory"
-    ]
-    started = run.trained[0]["environment"]
-    counts = ("private", "seeded", "published")
-    places = {name: place for name, place in report.items() if name not in counts}
-    assert {name: started[name] for name in places} == places
-    assert (report["seeded"], report["published"]) == (0, 0), "only a named run copies shared caches"
+    why = f"private cache: {private}, since TORCHINDUCTOR_CACHE_DIR={file}: no such directory"
+    assert run.err.splitlines() == [why]
+    assert report.items() <= run.trained[0]["environment"].items()
     assert not private.exists(), "gone with its process"
 
 
@@ -123,10 +107,7 @@ def test_child_does_not_delete_its_parents_cache() -> None:
     root = Path(made[caches.PRIVATE])
     assert caches.own_private(str(root)) == root
     program = f"from launch.caches import own_private; print(own_private({str(root)!r}))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "None"
+    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True) == "None\n"
     assert Path(made["A_DIR"]).is_dir()
     assert caches.own_private(None) is None
     longer = root.with_name(root.name.replace(f"-{os.getpid()}-", f"-{os.getpid()}1-"))
@@ -218,16 +199,14 @@ def tree(root: Path, seed: int, count: int = FILES) -> Path:
 
 def lost(target: Path, *sources: Path) -> list[str]:
     """Return names that the target lacks, or whose bytes match no source: a file is either complete or lost."""
-    names = {name for source in sources for name in caches.files(source)}
-    return [name for name in sorted(names) if not whole(target / name, [s / name for s in sources])]
 
-
-def whole(path: Path, versions: list[Path]) -> bool:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+    def whole(name: str) -> bool:
+        with suppress(FileNotFoundError):
+            content = (target / name).read_bytes()
+            return any(content == (source / name).read_bytes() for source in sources)
         return False
-    return any(content == version.read_bytes() for version in versions)
+
+    return sorted(n for n in {name for source in sources for name in caches.files(source)} if not whole(n))
 
 
 @planted("C20", "a torn file and a lost one")
@@ -260,24 +239,15 @@ def test_concurrent_syncs_lose_no_file(tmp_path: Path, row) -> None:
             syncer.kill()
             syncer.wait()
     ever |= set(lost(target, new))
-    row.bound(
-        "launch/caches-cpu/lost_files",
-        len(ever),
-        "files",
-        expected=0,
-        seen=min(FILES, sum(copied)),
-        rule="C20",
-        evidence=(
-            f"copied {copied[0]} and {copied[1]} of {FILES}; read {scans} times meanwhile",
-            *sorted(ever)[:3],
-        ),
-    )
+    about = {"expected": 0, "seen": min(FILES, sum(copied)), "rule": "C20"}
+    copies = f"copied {copied[0]} and {copied[1]} of {FILES}; read {scans} times meanwhile"
+    evidence = [copies, *sorted(ever)[:3]]
+    row.bound("launch/caches-cpu/lost_files", len(ever), "files", evidence=evidence, **about)
     assert not list(target.rglob(f"{caches.PART}*"))
     (target / "folder0/entry3.so").write_bytes(b"torn")
     (target / "folder1/entry1.so").unlink()
-    assert lost(target, old, new) == ["folder0/entry3.so", "folder1/entry1.so"], (
-        "what the row counts, planted"
-    )
+    # What the row counts, planted.
+    assert lost(target, old, new) == ["folder0/entry3.so", "folder1/entry1.so"]
 
 
 def test_sync_copies_only_what_differs(tmp_path: Path) -> None:
@@ -312,9 +282,8 @@ def named_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path,
     contract = load()
     for name in contract.cache_folders:
         monkeypatch.delenv(name)
-    for name, value in {"XDG_CACHE_HOME": str(folder), RUN: "a"}.items():
-        monkeypatch.setenv(name, value)
-    for name, value in child_environment(contract, os.environ).items():
+    given = child_environment(contract, {**os.environ, "XDG_CACHE_HOME": str(folder), RUN: "a"})
+    for name, value in given.items():
         monkeypatch.setenv(name, value)
     return run_caches(contract)
 
@@ -329,7 +298,7 @@ def test_named_run_seeds_and_publishes_its_caches(
     shared, own = pairs[0]
     (shared / "former").write_text("of a former run")
     (own / "code").write_text("of this run")
-    assert main(["--smoke", "--policy", "eager", "--steps", "1", "--batch", "2", "--tokens", "16"]) == 0
+    assert main(SMALL) == 0
     report = json.loads(capsys.readouterr().out)["caches"]
     assert (report["seeded"], report["published"]) == (1, 1)
     assert (own / "former").read_text() == "of a former run"
@@ -388,7 +357,7 @@ def test_failed_publishing_keeps_the_result(
     for shared, own in named_run(tmp_path, monkeypatch):
         own.mkdir(parents=True)
         shared.write_text("a file in place of the directory")
-    assert main(["--smoke", "--policy", "eager", "--steps", "1", "--batch", "2", "--tokens", "16"]) == 0
+    assert main(SMALL) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["step"] == 1
     assert err.startswith("caches not published: ")

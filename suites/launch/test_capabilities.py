@@ -46,7 +46,6 @@ LABELS = (
     "2.12.0+cu130",
     "2.13.0+cpu",
 )
-OF_2_12 = {label: at for at, label in enumerate(LABELS) if at >= LABELS.index("2.12.0.dev20260304+cu130")}
 
 
 @pytest.fixture(scope="module")
@@ -59,36 +58,19 @@ def found() -> dict[str, Seen]:
 def test_opaque_kernel_forms_that_work_in_this_torch(lane: Lane, form: str, found, row) -> None:
     """The result belongs to this build: it may differ under another torch, so the row is informative."""
     seen = found[form]
-    row.exact(
-        f"launch/capability-{form}/works",
-        seen.works,
-        "bool",
-        seen=sum(one.graphs for one in found.values()),
-        rule="C16",
-        per_build=True,
-        evidence=[f"{form}: {seen.graphs} graphs; {seen.why or 'forward and gradient as in eager'}"],
-    )
+    about = {"seen": sum(one.graphs for one in found.values()), "rule": "C16", "per_build": True}
+    about["evidence"] = [f"{form}: {seen.graphs} graphs; {seen.why or 'forward and gradient as in eager'}"]
+    row.exact(f"launch/capability-{form}/works", seen.works, "bool", **about)
 
 
 @lanes("cpu", "h200")
 def test_probe_agrees_in_child_and_process(lane: Lane, found, row) -> None:
     reset_dynamo()
     here = {form: probe(form) for form in GRAPHS}
-    same = [
-        form
-        for form in GRAPHS
-        if (here[form].works, here[form].graphs) == (found[form].works, found[form].graphs)
-    ]
-    row.count(
-        "launch/capability/forms_that_agree_in_a_child",
-        len(same),
-        expected=len(GRAPHS),
-        seen=found,
-        rule="C16",
-        evidence=[
-            f"{form}: here {here[form]}, in a child {found[form]}" for form in GRAPHS if form not in same
-        ],
-    )
+    differ = [f for f in GRAPHS if (here[f].works, here[f].graphs) != (found[f].works, found[f].graphs)]
+    about = {"expected": len(GRAPHS), "seen": found, "rule": "C16"}
+    about["evidence"] = [f"{form}: here {here[form]}, in a child {found[form]}" for form in differ]
+    row.count("launch/capability/forms_that_agree_in_a_child", len(GRAPHS) - len(differ), **about)
 
 
 @lanes("cpu", "h200")
@@ -97,22 +79,18 @@ def test_kernel_of_plain_operators_works_in_every_form(lane: Lane, found, row) -
     """A negative result above thus concerns the kernel and the form. A nondeterministic kernel works in none."""
     reset_dynamo()
     plain = {form: probe(form, lambda x: x + x) for form in GRAPHS}
-    row.count(
-        "launch/capability-plain_kernel/forms_that_work",
-        sum(seen.works for seen in plain.values()),
-        expected=len(GRAPHS),
-        seen=sum(seen.graphs for seen in plain.values()),
-        rule="C16",
-        evidence=[f"{form}: {seen.why}" for form, seen in plain.items() if not seen.works],
-    )
+    about = {"expected": len(GRAPHS), "seen": sum(seen.graphs for seen in plain.values()), "rule": "C16"}
+    about["evidence"] = [f"{form}: {seen.why}" for form, seen in plain.items() if not seen.works]
+    works = sum(seen.works for seen in plain.values())
+    row.count("launch/capability-plain_kernel/forms_that_work", works, **about)
     assert {form: seen.graphs for form, seen in plain.items()} == GRAPHS
-    for program in (1, 2):  # a fault under one of the two compiled programs alone
-        factors = iter([2, 2, 3, 3, 2, 2] if program == 1 else [2, 2, 2, 2, 3, 3])
-        seen = probe("disable", partial(_multiplied, factors))
-        assert seen.why == "compiled, it computes something else", program
+    wrong = "compiled, it computes something else"
+    # A fault under one of the two compiled programs alone.
+    for factors in ([2, 2, 3, 3, 2, 2], [2, 2, 2, 2, 3, 3]):
+        assert probe("disable", partial(_multiplied, iter(factors))).why == wrong, factors
     noise = random.Random(0)
-    unsteady = {form: probe(form, lambda x: x * noise.random()) for form in ("custom_op", "disable")}
-    assert [seen.why for seen in unsteady.values()] == ["compiled, it computes something else"] * 2
+    for form in ("custom_op", "disable"):
+        assert probe(form, lambda x: x * noise.random()).why == wrong
 
 
 def _multiplied(factors: Iterator[int], x: torch.Tensor) -> torch.Tensor:
@@ -122,14 +100,8 @@ def _multiplied(factors: Iterator[int], x: torch.Tensor) -> torch.Tensor:
 @lanes("cpu")
 def test_first_working_form_is_chosen(lane: Lane, found, row) -> None:
     """Our own kernels are custom ops: if the probe chose another form, they would have to change."""
-    row.bound(
-        "launch/capability/chosen_form",
-        chosen(found),
-        "form",
-        expected="custom_op",
-        seen=sum(seen.works for seen in found.values()),
-        rule="C16",
-    )
+    about = {"expected": "custom_op", "seen": sum(seen.works for seen in found.values()), "rule": "C16"}
+    row.bound("launch/capability/chosen_form", chosen(found), "form", **about)
     no, yes = Seen(False, 0, "no"), Seen(True, 1)
     assert chosen({"custom_op": no, "allow_in_graph": yes, "disable": yes}) == "allow_in_graph"
     assert chosen({"custom_op": no, "allow_in_graph": no, "disable": yes}) == "disable"
@@ -152,36 +124,30 @@ for form in sys.argv[1:]:
 @lanes("cpu")
 @planted("C16", "a form that crashes the process, and a probe of another installation")
 def test_crashed_or_foreign_probe_is_not_a_success(lane: Lane, monkeypatch, tmp_path) -> None:
+    odd = (sys.executable, "-c", ODD)
     monkeypatch.setenv("ELSEWHERE", "{}")
-    seen = probe_in_child(command=(sys.executable, "-c", ODD))
-    assert {form: one.works for form, one in seen.items()} == {
-        "custom_op": True,
-        "allow_in_graph": False,
-        "disable": True,
-    }
+    seen = probe_in_child(command=odd)
+    assert [form for form in GRAPHS if seen[form].works] == ["custom_op", "disable"]
     assert seen["allow_in_graph"].why.startswith("probe: killed by SIGABRT")
     monkeypatch.setenv("ELSEWHERE", json.dumps({"checkout": str(tmp_path)}))
     with pytest.raises(ContractError, match="about another installation: the child's checkout"):
-        probe_in_child(command=(sys.executable, "-c", ODD))
+        probe_in_child(command=odd)
     assert os.path.isdir(places()["checkout"])
 
 
 @lanes("cpu")
 @planted("C16", "allow_in_graph by torch.__version__ >= '2.12', as text and as TorchVersion")
 def test_version_labels_are_parsed_not_compared_as_text(lane: Lane, found, row) -> None:
-    right = {label: label in OF_2_12 for label in LABELS}
+    later = set(LABELS[LABELS.index("2.12.0.dev20260304+cu130") :])
+    right = {label: label in later for label in LABELS}
     gate = {label: at_least(label, "2.12") for label in LABELS}
-    row.count(
-        "launch/version_labels/of_a_release_or_later",
-        sum(gate[label] == right[label] for label in LABELS),
-        expected=len(LABELS),
-        seen=sum(gate.values()),
-        rule="C16",
-        evidence=[
-            f"torch {torch.__version__} >= 2.12 is {at_least(torch.__version__, '2.12')}, "
-            f"allow_in_graph works is {found['allow_in_graph'].works}"
-        ],
-    )
+    about = {"expected": len(LABELS), "seen": sum(gate.values()), "rule": "C16"}
+    about["evidence"] = [
+        f"torch {torch.__version__} >= 2.12 is {at_least(torch.__version__, '2.12')}, "
+        f"allow_in_graph works is {found['allow_in_graph'].works}"
+    ]
+    same = sum(gate[label] == right[label] for label in LABELS)
+    row.count("launch/version_labels/of_a_release_or_later", same, **about)
     assert sorted(random.Random(0).sample(LABELS, len(LABELS)), key=Version) == list(LABELS)
     assert [str(Version(label)) for label in LABELS] == list(LABELS)
     assert {Version(label).local for label in LABELS} >= {"cu128", "cu130", "git21fec65", "git7afdbae", "cpu"}
@@ -196,18 +162,15 @@ AGES = [("cuda", 70), ("cuda", 75), ("cuda", 80), ("cuda", 90), ("cuda", 120), (
 
 
 def dtypes(switch: str | None, path: Path = PATH) -> list[str]:
-    given = {} if switch is None else {"BUMPGATE_FP16_BELOW_SM80": switch}
-    return [dtype_or_refusal(device, sm, given, path) for device, sm in AGES]
-
-
-def dtype_or_refusal(device: str, sm: int, given: dict[str, str], path: Path) -> str:
-    try:
-        return low_precision(device, sm, given, path)
-    except ContractError as error:
-        refusal = re.fullmatch(
-            r"sm_\d+ is below sm_80: .*; to use float16: BUMPGATE_FP16_BELOW_SM80=1", str(error)
-        )
-        return "refused" if refusal else str(error)
+    """Return the dtype of each of AGES, or "refused"."""
+    given, found = {} if switch is None else {"BUMPGATE_FP16_BELOW_SM80": switch}, []
+    for device, sm in AGES:
+        try:
+            found.append(low_precision(device, sm, given, path))
+        except ContractError as error:
+            words = r"sm_\d+ is below sm_80: .*; to use float16: BUMPGATE_FP16_BELOW_SM80=1"
+            found.append("refused" if re.fullmatch(words, str(error)) else str(error))
+    return found
 
 
 @lanes("cpu")
@@ -216,13 +179,10 @@ def test_low_precision_dtype_of_an_old_gpu(lane: Lane, tmp_path: Path, row) -> N
     new = ["bfloat16"] * 5
     expected = {"1": ["float16"] * 2 + new, **dict.fromkeys((None, "", "0"), ["refused"] * 2 + new)}
     found = {switch: dtypes(switch) for switch in expected}
-    row.count(
-        "launch/low_precision/decisions_as_the_rule",
-        sum(a == b for switch in expected for a, b in zip(found[switch], expected[switch])),
-        expected=len(expected) * len(AGES),
-        seen=sum(line.count("float16") for line in found.values()),
-        rule="C16",
-    )
+    right = sum(a == b for switch in expected for a, b in zip(found[switch], expected[switch]))
+    about = {"expected": len(expected) * len(AGES), "rule": "C16"}
+    seen = sum(line.count("float16") for line in found.values())
+    row.count("launch/low_precision/decisions_as_the_rule", right, seen=seen, **about)
     careless = tmp_path / "contract.toml"
     careless.write_text(PATH.read_text().replace("minimum_sm = 80", "minimum_sm = 0"))
     assert dtypes("1", careless) == ["bfloat16"] * len(AGES) != expected["1"]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,13 +34,12 @@ from launch.data import (
     receipt,
 )
 from model.hybrid import documents, next_token_targets
+from suites.launch.trainers import CORPUS
 from suites.support.child import ROOT
 from suites.support.lanes import lanes
 from suites.support.planted import planted
 
 pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
-
-CORPUS = ROOT / "fixtures" / "corpus"
 
 
 def written(
@@ -89,88 +90,72 @@ def test_broken_token_file_is_refused_in_one_line(
 
 
 def test_missing_data_parts_are_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"0 receipts \(\*\.json\)"):
-        TokenFile(tmp_path)
+    def refused(message: str, call: Callable[[], object] = lambda: TokenFile(path)) -> None:
+        with pytest.raises(DataError, match=rf"^[^\n]*{message}[^\n]*$"):
+            call()
+
+    refused(r"0 receipts \(\*\.json\)", lambda: TokenFile(tmp_path))
     path = written(tmp_path, [2, 9, 2, 9])
-    assert len(TokenFile(path, world=2).starts) == 2
-    with pytest.raises(DataError, match="2 documents for 3 ranks: a rank would have none"):
-        TokenFile(path, world=3)
-    with pytest.raises(DataError, match="2 documents for 3 ranks"):
-        PackedBatches(TokenFile(path), 1, 8, 0, rank=0, world=3)
-    with pytest.raises(DataError, match="rank 2 of 2"):
-        PackedBatches(TokenFile(path), 1, 8, 0, rank=2, world=2)
+    file = TokenFile(path, world=2)
+    assert len(file.starts) == 2
+    refused("2 documents for 3 ranks: a rank would have none", lambda: TokenFile(path, world=3))
+    refused("2 documents for 3 ranks", lambda: PackedBatches(file, 1, 8, 0, rank=0, world=3))
+    refused("rank 2 of 2", lambda: PackedBatches(file, 1, 8, 0, rank=2, world=2))
     path.with_suffix(".json").write_text("{")
-    with pytest.raises(DataError, match=r"^[^\n]*the receipt is not JSON[^\n]*$"):
-        TokenFile(path)
+    refused("the receipt is not JSON")
     path.with_suffix(".json").unlink()
-    with pytest.raises(DataError, match="no receipt"):
-        TokenFile(path)
+    refused("no receipt")
     written(tmp_path, [2, 9]).unlink()
-    with pytest.raises(DataError, match="no such file, though its receipt exists"):
-        TokenFile(tmp_path)
+    refused("no such file, though its receipt exists", lambda: TokenFile(tmp_path))
 
 
-def test_documents_are_found_in_all_chunks_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_and_wide_token_ids_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.data.CHUNK", 4)
     assert lengths_file(tmp_path, [3, 10, 4]).starts.tolist() == [0, 3, 13]
-
-
-def test_uint32_token_ids_are_read(tmp_path: Path) -> None:
     raw = np.array([2, 70_000, 2, 9], np.uint32).tobytes()
     file = TokenFile(written(tmp_path, [0] * 4, raw, dtype="uint32", vocab_size=131_072))
     assert next(PackedBatches(file, 1, 4, 0)).sort().values.tolist() == [[2, 2, 9, 70_000]]
 
 
-def test_parquet_without_pyarrow_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(DataError, match=r"^[^\n]*pip install pyarrow$"):
-        TokenFile(written(tmp_path, [2, 9], name="t.parquet"))
-
-
-def fake_pyarrow(columns: dict[str, list[np.ndarray]]) -> dict[str, ModuleType]:
-    """Return stubs for the part of pyarrow that the reader calls: a file whose batches hold flat lists of ids."""
+def install_pyarrow(monkeypatch: pytest.MonkeyPatch, columns: dict[str, list[np.ndarray]]) -> None:
+    """Install stubs for the part of pyarrow that the reader calls: a file whose batches hold flat lists of ids."""
 
     def column(ids: np.ndarray) -> SimpleNamespace:
-        return SimpleNamespace(flatten=lambda: SimpleNamespace(to_numpy=lambda zero_copy_only: ids))
+        flat = SimpleNamespace(to_numpy=lambda zero_copy_only: ids)
+        return SimpleNamespace(column=lambda name: SimpleNamespace(flatten=lambda: flat))
 
-    class ParquetFile:
-        schema_arrow = SimpleNamespace(names=list(columns))
-
-        def __init__(self, path: Path) -> None:
-            assert path.exists()
-
-        def iter_batches(self, columns: list[str]) -> Any:
-            for ids in every[columns[0]]:
-                yield SimpleNamespace(column=lambda name, ids=ids: column(ids))
+    def opened(path: Path) -> SimpleNamespace:
+        if path.read_bytes() == b"broken":
+            raise ValueError("magic bytes not found\nin a second line")
+        schema = SimpleNamespace(names=list(columns))
+        return SimpleNamespace(
+            schema_arrow=schema, iter_batches=lambda columns: map(column, every[columns[0]])
+        )
 
     every = columns
-    package, parquet = ModuleType("pyarrow"), ModuleType("pyarrow.parquet")
-    package.parquet, parquet.ParquetFile = parquet, ParquetFile  # type: ignore[attr-defined]
-    return {"pyarrow": package, "pyarrow.parquet": parquet}
+    parquet = SimpleNamespace(ParquetFile=opened)
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
 
 
 def test_parquet_documents_are_read_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, [2, 9, 9, 2, 7], name="t.parquet")
     batches = [np.array([2, 9, 9]), np.array([2, 7])]
-    for name, module in fake_pyarrow({"tokens": batches}).items():
-        monkeypatch.setitem(sys.modules, name, module)
+    install_pyarrow(monkeypatch, {"tokens": batches})
     assert TokenFile(path).ids.tolist() == [2, 9, 9, 2, 7]
     for columns, message in (
         ({"text": batches}, "no column 'tokens'"),
         ({"tokens": [np.array([2, -1])]}, "ids outside uint16"),
         ({"tokens": [np.array([2, 70_000])]}, "ids outside uint16"),
     ):
-        for name, module in fake_pyarrow(columns).items():
-            monkeypatch.setitem(sys.modules, name, module)
+        install_pyarrow(monkeypatch, columns)
         with pytest.raises(DataError, match=message):
             TokenFile(path)
-
-    def broken(path: Path) -> None:
-        raise ValueError("magic bytes not found\nin a second line")
-
-    monkeypatch.setattr(sys.modules["pyarrow.parquet"], "ParquetFile", broken)
+    broken = written(tmp_path, [2, 9], b"broken", "b.parquet")
     with pytest.raises(DataError, match=r"^[^\n]*: not parquet \(magic bytes not found\)$"):
+        TokenFile(broken)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DataError, match=r"^[^\n]*pip install pyarrow$"):
         TokenFile(path)
 
 
@@ -196,10 +181,8 @@ def test_epoch_holds_every_document_once(tmp_path: Path) -> None:
     expected = Counter((10 + number, length) for number, length in enumerate(lengths) if length <= 10)
     expected += Counter({(13, 10): 2, (13, 7): 1})
     assert pieces_of(torch.stack(rows)) == expected
-    assert batches.counts["cut"] == 2
-    assert batches.counts["padding"] == 10 * len(rows) - sum(
-        n * length for (_, length), n in expected.items()
-    )
+    used = sum(n * length for (_, length), n in expected.items())
+    assert batches.counts == {"cut": 2, "padding": 10 * len(rows) - used, "rows": len(rows)}
 
 
 def test_best_fit_packs_tighter_than_first_come(tmp_path: Path) -> None:
@@ -291,6 +274,12 @@ def test_receipts_describe_the_data() -> None:
         receipt(torch.randint(512, (4, 64)) for _ in range(3))
 
 
+def check_corpus(checkout: Path) -> tuple[int, str]:
+    command = [sys.executable, "fixtures/make_corpus.py", "--check"]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
 def test_corpus_decodes_to_its_source(row) -> None:
     """The token file decodes to source.txt, and its writer finds nothing to change."""
     file = TokenFile(CORPUS)
@@ -299,26 +288,24 @@ def test_corpus_decodes_to_its_source(row) -> None:
     texts = [part.split("\n", 1)[1] for part in f"\n{source}".split("\n=== ")[1:]]
     assert [decode(part.tolist()).decode() for part in parts] == texts
     assert parts[0].tolist() == encode(texts[0].encode())
-    command = [sys.executable, "fixtures/make_corpus.py", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = check_corpus(ROOT)
+    assert code == 0, output
     size = sum(path.stat().st_size for path in CORPUS.iterdir())
     row.bound("launch/corpus/bytes", size, "bytes", at_most=400_000, seen=texts, rule="X13")
 
 
 def test_corpus_writer_detects_a_stale_file(tmp_path: Path) -> None:
     """One changed byte of the source, in a copy of the writer's input."""
-    for name in ("launch", "model", "kernels", "fixtures"):
-        (tmp_path / name).symlink_to(ROOT / name) if name != "fixtures" else (tmp_path / name).mkdir()
-    (tmp_path / "fixtures" / "corpus").mkdir()
-    for path in [ROOT / "fixtures" / "make_corpus.py", *CORPUS.iterdir()]:
-        (tmp_path / path.relative_to(ROOT)).write_bytes(path.read_bytes())
-    source = tmp_path / "fixtures" / "corpus" / "source.txt"
+    for name in ("launch", "model", "kernels"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    copy = tmp_path / CORPUS.relative_to(ROOT)
+    shutil.copytree(CORPUS, copy)
+    shutil.copy(CORPUS.parent / "make_corpus.py", copy.parent)
+    source = copy / "source.txt"
     source.write_text(source.read_text().replace("hybrid", "Hybrid", 1))
-    command = [sys.executable, "fixtures/make_corpus.py", "--check"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "stale: tokens.bin, tokens.json" in done.stdout
+    code, output = check_corpus(tmp_path)
+    assert code == 1, output
+    assert "stale: tokens.bin, tokens.json" in output
 
 
 @planted("X13", "an empty document among long ones")

@@ -20,13 +20,11 @@ import torch
 from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, reset_dynamo
 from launch import contract as contracts
 from launch.contract import ContractError, load
-from launch.data import SyntheticBatches
-from launch.environment import RETRY, check, child_environment
+from launch.environment import check, child_environment
 from launch.retry import load_retry
-from launch.train import Trainer, TrainingPlan, main
 from launch.warmup import load_warmup
-from model import preset
 from suites.launch.conftest import Checkout, Launcher, known
+from suites.launch.trainers import smoke_trainer
 from suites.support.child import ROOT
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted, report_fault
@@ -44,14 +42,13 @@ REFUSED = {
     "TORCH_COMPILE_OVERRIDE_DYNAMO_CONFIGS",
     "TORCH_COMPILE_OVERRIDE_INDUCTOR_CONFIGS",
 }
-SMALL = ["--smoke", "--policy", "eager", "--steps", "2", "--batch", "2", "--tokens", "16"]
 
 
 def violations(file: Path) -> dict[str, tuple[str, dict[str, str]]]:
     """Return case -> the variable that the error must name, and the planted environment. `file` is not a directory."""
     cases = {}
     for name, line in TABLES["always"].items():
-        cases[f"{name} flipped"] = name, {name: flipped(line["value"])}
+        cases[f"{name} flipped"] = name, {name: str(1 - int(line["value"]))}
     for name, line in TABLES["rank"].items():
         cases[f"{name} alone"] = name, {name: line["value"]}
         cases[f"{name} differs"] = name, {**RANK, name: "600"}
@@ -66,49 +63,30 @@ def violations(file: Path) -> dict[str, tuple[str, dict[str, str]]]:
 
 def rule_of(variable: str) -> str:
     """Return the rule that a wrong value of this variable breaks."""
-    if variable in TABLES["rank"]:
-        return "C23"
-    for word, rule in (
-        ("CACHE", "C17"),
-        ("AUTOTUNE", "C24"),
-        ("SUPPRESS", "C22"),
-        ("OVERRIDE", "C1"),
-        ("DISABLE", "C32"),
-    ):
-        if word in variable:
-            return rule
-    raise AssertionError(f"{variable}: no rule is known for it")
-
-
-def flipped(value: str) -> str:
-    return {"0": "1", "1": "0"}[value]
+    words = {"CACHE": "C17", "AUTOTUNE": "C24", "SUPPRESS": "C22", "OVERRIDE": "C1", "DISABLE": "C32"}
+    found = (rule for word, rule in words.items() if word in variable)
+    return "C23" if variable in TABLES["rank"] else next(found)
 
 
 def refusals(launcher: Launcher, cases: Mapping[str, tuple[str, dict[str, str]]]) -> dict[str, str]:
     """Return case -> the last line, if rejected per the rule: exit 3, its variable named, no device initialized."""
-    found = {case: launcher(planted) for case, (_, planted) in cases.items()}
-    return {
-        case: run.line
-        for case, run in found.items()
-        if run.code == 3
-        and cases[case][0] in run.line
-        and not any(witness["device"] for witness in run.trained)
-    }
+    found = {}
+    for case, (variable, given) in cases.items():
+        run = launcher(given)
+        if run.code == 3 and variable in run.line and not any(one["device"] for one in run.trained):
+            found[case] = run.line
+    return found
 
 
 def exported(environment: Mapping[str, str], rank: bool) -> list[str]:
     """Return what a training process's environment lacks or has in excess, as lines."""
     expected = {name: line["value"] for name, line in TABLES["always"].items()}
-    of_ranks = {name: line["value"] for name, line in TABLES["rank"].items()}
-    expected |= of_ranks if rank else dict.fromkeys(of_ranks)
+    expected |= {name: line["value"] if rank else None for name, line in TABLES["rank"].items()}
     lines = [f"{n}={environment.get(n)}" for n, value in expected.items() if environment.get(n) != value]
+    folders = ((n, environment.get(n)) for n in load().cache_folders)
     return lines + [
-        f"{n} names no directory" for n in load().cache_folders if not is_directory(environment, n)
+        f"{n} names no directory" for n, place in folders if not place or not Path(place).is_dir()
     ]
-
-
-def is_directory(environment: Mapping[str, str], name: str) -> bool:
-    return bool(environment.get(name)) and Path(environment[name]).is_dir()
 
 
 @lanes("cpu", "h200")
@@ -123,14 +101,9 @@ def test_launcher_refuses_every_violation(
         by_rule.setdefault(rule_of(variable), []).append(case)
     for rule, own in by_rule.items():
         name = f"launch/environment-{lane.name}-{rule}/violations_refused"
-        row.count(
-            name,
-            len(refused.keys() & set(own)),
-            expected=len(own),
-            seen=own,
-            rule=rule,
-            evidence=sorted(set(own) - refused.keys()),
-        )
+        passed = sorted(set(own) - refused.keys())
+        found = len(own) - len(passed)
+        row.count(name, found, expected=len(own), seen=own, rule=rule, evidence=passed)
         for case in own:
             report_fault(record_property, rule, case.replace(str(tmp_path), "..."), name)
     assert len(set(refused.values())) == len(refused), "each violation has its own line"
@@ -186,14 +159,9 @@ def test_torch_reads_exactly_the_exported_variables(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_contract_refuses_every_known_switch(lane: Lane) -> None:
-    """The other tests plant the variables that the contract names."""
-    assert set(load().refused_variables) == REFUSED
-
-
-@lanes("cpu")
 def test_child_environment_overrides_nothing(lane: Lane) -> None:
     contract = load()
+    assert set(contract.refused_variables) == REFUSED, "the other tests plant what the contract names"
     given = {"HOME": "/h", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TRITON_CACHE_DIR": "/t"}
     child = child_environment(contract, given)
     assert given.items() <= child.items()
@@ -208,95 +176,54 @@ def test_child_environment_overrides_nothing(lane: Lane) -> None:
 def test_edited_contract_is_refused_until_reviewed(lane: Lane, checkout: Checkout, row) -> None:
     check(load(checkout.contract))
     checkout.edit("minimum_free_bytes = 1_073_741_824", "minimum_free_bytes = 1_073_741_823")
-    with pytest.raises(
-        ContractError, match=r"^contract.toml: sha256 \w{12} is not the reviewed \w{12}; .*sum"
-    ):
+    edited = r"^contract.toml: sha256 \w{12} is not the reviewed \w{12}; .*sum"
+    with pytest.raises(ContractError, match=edited):
         check(load(checkout.contract))
     run = checkout.launcher()()
     assert (run.code, len(run.err.splitlines()), run.trained) == (3, 1, [])
-    row.bound(
-        "launch/contract/exit_code_when_edited",
-        run.code,
-        "exit code",
-        expected=3,
-        seen=[run.line],
-        rule="C29",
-    )
+    about = {"expected": 3, "seen": [run.line], "rule": "C29"}
+    row.bound("launch/contract/exit_code_when_edited", run.code, "exit code", **about)
     checkout.lock()
     check(load(checkout.contract))
     for damage in (lambda path: path.write_text(""), Path.unlink):
         damage(checkout.contract.with_suffix(".lock"))
         with pytest.raises(ContractError, match=r"^contract.lock: no pinned sha256; after review: sha256sum"):
             check(load(checkout.contract))
-    checkout.edit('unusable = "refuse"', 'unusable = "ignore"')
-    with pytest.raises(ContractError, match=r"^contract.toml: caches.unusable is neither"):
-        load(checkout.contract)
 
 
-@lanes("cpu")
-def test_contract_with_a_misshapen_field_is_refused(lane: Lane, checkout: Checkout) -> None:
-    words = r"^contract.toml: field .* is missing or misshapen; restore it: git"
-    text = checkout.contract.read_text()
-    for wrong in (
-        text.replace("[[disable_point]]", 'disable_point = ["attention"]\n[[unused]]'),
-        re.sub(
-            r"\[environment\.always.*?(?=\[environment\.rank)",
-            '[environment]\nalways = "x"\n',
-            text,
-            flags=re.DOTALL,
-        ),
-    ):
-        assert wrong != text
-        checkout.contract.write_text(wrong)
-        with pytest.raises(ContractError, match=words):
-            load(checkout.contract)
-
-
-SKIPS_XLA = 'when = { device = "xla" }'
+SKIPS_XLA, NO_FIELD = 'when = { device = "xla" }', r"\[warmup.skip.xla\]: `when` names no field"
+MISSHAPEN, ALWAYS = "field .* is missing or misshapen; restore it: git", '[environment]\nalways = "x"\n'
 
 
 @lanes("cpu")
 @pytest.mark.parametrize(
     ("read", "old", "new", "words"),
     [
-        (
-            load_retry,
-            "[retry.error.bootstrap]",
-            "[retry.error.x]",
-            r"\[retry.error.x\] is no family of bumpgate/logs",
-        ),
-        (
-            load_retry,
-            "[retry.error.bootstrap]",
-            "[retry.error.graph_break]",
-            "is no family of .* that alerts",
-        ),
-        (load_retry, "[retry.times]", "[retry.often]", r"\[retry\] is missing or misshapen"),
+        (load, 'unusable = "refuse"', 'unusable = "ignore"', "caches.unusable is neither"),
+        (load, r"\[\[disable_point\]\]", 'disable_point = ["attention"]\n[[unused]]', MISSHAPEN),
+        (load, r"\[environment\.always.*(?=\[environment\.rank\.TORCH_NCCL_ENABLE)", ALWAYS, MISSHAPEN),
+        (load_retry, r"error\.bootstrap\]", "error.x]", r"\[retry.error.x\] is no family of bumpgate/logs"),
+        (load_retry, r"error\.bootstrap\]", "error.graph_break]", "is no family of .* that alerts"),
+        (load_retry, r"\[retry\.times\]", "[retry.often]", r"\[retry\] is missing or misshapen"),
         (load_retry, 'value = "cuda"', 'value = "x"', "lazy_groups or skip_barrier has an unknown value"),
-        (load_warmup, SKIPS_XLA, "when = { }", r"\[warmup.skip.xla\]: `when` names no field"),
-        (load_warmup, SKIPS_XLA, 'when = { chip = "v6e" }', r"\[warmup.skip.xla\]: `when` names no field"),
+        (load_warmup, SKIPS_XLA, "when = { }", NO_FIELD),
+        (load_warmup, SKIPS_XLA, 'when = { chip = "v6e" }', NO_FIELD),
         (
             load_warmup,
-            "[warmup.monitoring]",
+            r"\[warmup\.monitoring\]",
             "[warmup.x]",
-            r"\[warmup\] is missing or misshapen \('monitoring'\)",
+            r"\[warmup\] is .* misshapen \('monitoring'\)",
         ),
     ],
 )
 def test_invalid_table_of_the_contract_is_refused(
     lane: Lane, read: Callable[[Path], object], old: str, new: str, words: str, tmp_path: Path
 ) -> None:
-    text = contracts.PATH.read_text()
-    assert text.count(old) == 1
-    (path := tmp_path / "contract.toml").write_text(text.replace(old, new))
-    with pytest.raises(ContractError, match=words):
+    text, count = re.subn(old, new, contracts.PATH.read_text(), flags=re.DOTALL)
+    assert count == 1
+    (path := tmp_path / "contract.toml").write_text(text)
+    with pytest.raises(ContractError, match=rf"^contract.toml: [^\n]*{words}"):
         read(path)
-
-
-def trainer(policy: str, backend) -> Trainer:
-    config = preset("nam12", "narrow", layer_pattern="AME", depth=3)
-    source = SyntheticBatches(config.vocab_size, 2, 16, 0, config.bos_id)
-    return Trainer(config, TrainingPlan(6, policy=policy), source, backend=backend)
 
 
 @lanes("cpu")
@@ -308,7 +235,7 @@ def test_run_never_resets_the_compiler(lane: Lane, restored_dynamo, monkeypatch,
     for name in ("NO_COMPILE", "TORCH_NO_COMPILE", "BUMPGATE_NO_COMPILE"):
         monkeypatch.setenv(name, "1")
     with DynamoWatch() as watch:
-        run = trainer("regional", watch.backend("eager"))
+        run = smoke_trainer(6, policy="regional", backend=watch.backend("eager"))
         graphs = []
         for until in (2, 4, 5, 6):
             if until == 5:
@@ -318,25 +245,8 @@ def test_run_never_resets_the_compiler(lane: Lane, restored_dynamo, monkeypatch,
             graphs.append(watch.refresh().unique_graphs)
     assert graphs[0] > 0, "NO_COMPILE was honoured"
     assert graphs[0] == graphs[1] < graphs[2] == graphs[3]
-    row.count(
-        "launch/train-regional/graphs_after_the_first_steps",
-        graphs[1] - graphs[0],
-        expected=0,
-        seen=graphs[0],
-        rule="C21",
-        instruments=("graphs",),
-    )
-
-
-@lanes("cpu")
-def test_retry_resets_the_compiler_once(lane: Lane, restored_dynamo, monkeypatch, capsys) -> None:
-    calls = []
-    monkeypatch.setattr(torch.compiler, "reset", lambda: calls.append(1))
-    assert main(SMALL) == 0
-    assert calls == []
-    monkeypatch.setenv(RETRY, "1")
-    assert main(SMALL) == 0
-    assert calls == [1]
+    about = {"expected": 0, "seen": graphs[0], "rule": "C21", "instruments": ("graphs",)}
+    row.count("launch/train-regional/graphs_after_the_first_steps", graphs[1] - graphs[0], **about)
 
 
 @lanes("cpu")
@@ -345,12 +255,15 @@ def test_backend_fault_stops_the_run(lane: Lane, restored_dynamo) -> None:
     def broken(graph, inputs):
         raise ArithmeticError("planted backend fault")
 
+    def steps() -> int:
+        run = smoke_trainer(6, policy="regional", backend=broken)
+        return run.run(1, allow_synthetic="smoke")["step"]
+
     with pytest.raises(RuntimeError, match="planted backend fault"):
-        trainer("regional", broken).run(1, allow_synthetic="smoke")
+        steps()
     reset_dynamo()
     with dynamo_config({"suppress_errors": True}):
-        summary = trainer("regional", broken).run(1, allow_synthetic="smoke")
-    assert summary["step"] == 1, "suppressed, the fault is not seen: so the test above can fail"
+        assert steps() == 1, "suppressed, the fault is not seen: so the test above can fail"
 
 
 def sites(tree: ast.AST) -> tuple[list[int], list[int], list[int]]:

@@ -80,10 +80,7 @@ def look(environment: dict[str, str]) -> dict[str, Any]:
 def effect(name: str, before: dict[str, Any], after: dict[str, Any]) -> str:
     """Return effective, inert or absent, by the difference between two processes."""
     kind = VARIABLES[name][1]
-    if kind:
-        old, new = before["fields"][kind], after["fields"][kind]
-    else:
-        old, new = before["probes"][name], after["probes"][name]
+    old, new = (one["fields"][kind] if kind else one["probes"][name] for one in (before, after))
     return "absent" if old == ABSENT else "inert" if old == new else "effective"
 
 
@@ -119,37 +116,20 @@ def test_every_variable_is_effective_inert_or_absent(lane: Lane, untouched, tmp_
     for group, report in zip(planted, side_by_side(look, planted), strict=True):
         effects |= {name: effect(name, untouched, report) for name in group}
         after |= {name: report["fields"].get(VARIABLES[name][1]) for name in group}
+    case = f"launch/knobs-{lane.name}"
     for kind in ("effective", "inert", "absent"):
-        names = sorted(name for name, found in effects.items() if found == kind)
-        row.exact(
-            f"launch/knobs-{lane.name}/{kind}_variables",
-            " ".join(names),
-            "names",
-            seen=effects,
-            rule="C24",
-            per_build=True,
-        )
-    expected = {
-        **{
-            n: "effective" if known(line) else "absent"
-            for n, line in (TABLES["always"] | TABLES["refused"]).items()
-        },
-        **dict.fromkeys(TABLES["inert"], "inert"),
-    }
+        names = " ".join(sorted(name for name, found in effects.items() if found == kind))
+        row.exact(f"{case}/{kind}_variables", names, "names", seen=effects, rule="C24", per_build=True)
+    lines = TABLES["always"] | TABLES["refused"]
+    expected = {name: "effective" if known(line) else "absent" for name, line in lines.items()}
+    expected |= dict.fromkeys(TABLES["inert"], "inert")
     wrong = [
         f"{name} is {effects[name]}, the contract takes it for {claimed}"
         for name, claimed in expected.items()
         if effects[name] != claimed
     ]
     wrong += [f"{name}: {why}" for name, why in unkept(untouched["fields"], after)]
-    row.count(
-        f"launch/knobs-{lane.name}/variables_taken_for_another_kind",
-        len(wrong),
-        expected=0,
-        seen=expected,
-        rule="C24",
-        evidence=wrong,
-    )
+    row.count(f"{case}/variables_taken_for_another_kind", wrong, expected=0, seen=expected, rule="C24")
 
 
 @planted("C24", "a variable without effect, a field that torch has not")
@@ -163,32 +143,26 @@ def test_variable_effect_is_a_difference_of_two_runs(untouched) -> None:
 
 def test_config_options_that_torch_has(lane: Lane, untouched, row) -> None:
     gone = [line for line in LINES if untouched["fields"][line] == ABSENT]
-    row.exact(
-        f"launch/knobs-{lane.name}/absent_lines",
-        " ".join(gone),
-        "names",
-        seen=len(LINES) - len(gone),
-        rule="C1",
-        per_build=True,
-    )
+    about = {"seen": len(LINES) - len(gone), "rule": "C1", "per_build": True}
+    row.exact(f"launch/knobs-{lane.name}/absent_lines", " ".join(gone), "names", **about)
     assert not [line for line in gone if line.split(".")[-1] in load().dynamo]
 
 
-def test_config_options_lost_in_another_thread(lane: Lane, untouched, row) -> None:
+@pytest.fixture
+def assigned(untouched) -> list[str]:
+    """The options that this torch has: suites.launch.knobs has assigned each."""
+    return [line for line in LINES if untouched["fields"][line] != ABSENT]
+
+
+def test_config_options_lost_in_another_thread(lane: Lane, untouched, assigned, row) -> None:
     """How far an assignment reaches in this build; the next test compares torch with what a reader expects."""
-    assigned = [line for line in LINES if untouched["fields"][line] != ABSENT]
-    row.count(
-        f"launch/knobs-{lane.name}/lines_lost_in_another_thread",
-        len(set(assigned) & set(untouched["lost"])),
-        seen=assigned,
-        rule="C24",
-        per_build=True,
-    )
+    lost = len(set(assigned) & set(untouched["lost"]))
+    about = {"seen": assigned, "rule": "C24", "per_build": True}
+    row.count(f"launch/knobs-{lane.name}/lines_lost_in_another_thread", lost, **about)
 
 
-def test_assigned_config_option_holds_in_every_thread(lane: Lane, untouched, row) -> None:
+def test_assigned_config_option_holds_in_every_thread(lane: Lane, untouched, assigned, row) -> None:
     """Defect present: a second thread reads the default of an option that was assigned before it started."""
-    assigned = [line for line in LINES if untouched["fields"][line] != ABSENT]
     lost = sorted(set(untouched["lost"]) & set(assigned))
     row.defect(
         f"launch/knobs-{lane.name}/configuration_of_one_thread",

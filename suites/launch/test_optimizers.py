@@ -115,15 +115,12 @@ def test_defaults_are_those_of_torch_and_of_the_muon_recipe(lane: Lane) -> None:
             optimizer.step()
         return p.detach()
 
-    torch.testing.assert_close(first_step(AdamW), first_step(torch.optim.AdamW))
-    torch.testing.assert_close(first_step(optimizers.Adagrad), first_step(torch.optim.Adagrad))
     recipe = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    torch.testing.assert_close(first_step(Muon, rule="adamw"), first_step(torch.optim.AdamW, **recipe))
+    torchs = torch.optim.AdamW
+    torch.testing.assert_close(first_step(AdamW), first_step(torchs))
+    torch.testing.assert_close(first_step(optimizers.Adagrad), first_step(torch.optim.Adagrad))
+    torch.testing.assert_close(first_step(Muon, rule="adamw"), first_step(torchs, **recipe))
     assert float(Muon([nn.Parameter(torch.zeros(2, 2))]).param_groups[0]["momentum"]) == pytest.approx(0.95)
-
-
-@lanes("cpu")
-def test_adagrad_starts_from_its_initial_total(lane: Lane) -> None:
     ours = made("adagrad", parameters("cpu", torch.float64), lr=3e-2, initial_total=0.5)
     theirs = torch.optim.Adagrad(parameters("cpu", torch.float64), lr=3e-2, initial_accumulator_value=0.5)
     torch.testing.assert_close(train(ours, 5), train(theirs, 5), rtol=1e-12, atol=1e-12)
@@ -134,12 +131,14 @@ def test_adagrad_starts_from_its_initial_total(lane: Lane) -> None:
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_lr_schedule_compiles_to_one_graph(lane: Lane, name: str, row, canaries) -> None:
     canaries(*INSTRUMENTS)
+
+    def ours(dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
+        return train(made(name, parameters(lane.device, dtype), **EXACT[name], **options), 10)
+
     with watched() as watch:
-        compiled = made(name, parameters(lane.device), **EXACT[name], compile=True, backend=watch.backend())
-        found = train(compiled, 10)
+        found = ours(compile=True, backend=watch.backend())
         report = watch.refresh()
-    plain = train(made(name, parameters(lane.device), **EXACT[name]), 10)
-    oracle = train(made(name, parameters(lane.device, torch.float64), **EXACT[name]), 10)
+    plain, oracle = ours(), ours(torch.float64)
     case = f"launch/optimizer-{name}-{lane.name}"
     shared = {"seen": report.calls, "rule": "X2", "evidence": report.evidence(), "instruments": INSTRUMENTS}
     row.count(f"{case}/recompiles", len(report.recompiles), expected=0, **shared)
@@ -179,29 +178,20 @@ def recompiles_of(kind: Callable[..., AdamW], device: str) -> DynamoReport:
 def test_python_number_hyperparameters_recompile(
     lane: Lane, monkeypatch: pytest.MonkeyPatch, canaries
 ) -> None:
+    """Another learning rate, and another step count, at each of 4 steps."""
     canaries("recompiles")
     assert len(recompiles_of(AdamW, lane.device).recompiles) == 0
-    floats = recompiles_of(FloatHyper, lane.device)
-    assert len(floats.recompiles) == 3, "another learning rate at each of 4 steps"
-    assert "lr" in floats.recompiles[0].guard
-    monkeypatch.setattr(optimizers, "adamw_", adamw_with_int_step)
-    ints = recompiles_of(IntStep, lane.device)
-    assert len(ints.recompiles) == 3
-    assert "count" in ints.recompiles[0].guard
-
-
-@lanes("cpu")
-def test_number_in_place_of_a_tensor_is_refused(lane: Lane) -> None:
-    optimizer = made("adamw", parameters("cpu"))
-    train(optimizer, 1)
-    optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(TypeError, match=r'lr must stay a tensor: group\["lr"\]\.fill_\(0\.5\)'):
-        optimizer.step()
+    for mutant, guarded in ((FloatHyper, "lr"), (IntStep, "count")):
+        if mutant is IntStep:
+            monkeypatch.setattr(optimizers, "adamw_", adamw_with_int_step)
+        found = recompiles_of(mutant, lane.device).recompiles
+        assert len(found) == 3
+        assert guarded in found[0].guard
 
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("shape", [(48, 96), (96, 48), (5, 32, 80)])
-def test_polar_moves_singular_values_to_one(lane: Lane, shape: tuple[int, ...]) -> None:
+def test_polar_moves_singular_values_to_one(lane: Lane, monkeypatch, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(lane.device)
     for dtype, slack in ((torch.float32, 1e-3), (torch.bfloat16, 0.05)):
         values = torch.linalg.svdvals(polar(x.to(dtype)).float())
@@ -210,25 +200,17 @@ def test_polar_moves_singular_values_to_one(lane: Lane, shape: tuple[int, ...]) 
     u, _, v = torch.linalg.svd(polar(x.double()), full_matrices=False)
     torch.testing.assert_close(u @ v, left @ right, rtol=0, atol=1e-9)
     # With one step fewer, as in an incorrect loop, the bounds are not met yet.
-    steps = optimizers.POLAR_STEPS
-    try:
-        optimizers.POLAR_STEPS = steps[:-1]
-        assert torch.linalg.svdvals(polar(x)).max() > POLAR_BOUNDS[1] + 0.05
-    finally:
-        optimizers.POLAR_STEPS = steps
+    monkeypatch.setattr(optimizers, "POLAR_STEPS", optimizers.POLAR_STEPS[:-1])
+    assert torch.linalg.svdvals(polar(x)).max() > POLAR_BOUNDS[1] + 0.05
 
 
 @lanes("cpu")
 def test_polar_steps_hold_their_bounds(lane: Lane) -> None:
-    """Every singular value in the stated interval, one by one: the product chain on scalars."""
+    """Every singular value in the stated interval, one by one; zero, stacked and transposed matrices."""
     s = torch.logspace(-3, 0, 20_001, dtype=torch.float64) / optimizers.POLAR_NORM_MARGIN
     for a, b, c in optimizers.POLAR_STEPS:
         s = a * s + b * s**3 + c * s**5
     assert POLAR_BOUNDS[0] <= s.min() <= s.max() <= POLAR_BOUNDS[1]
-
-
-@lanes("cpu")
-def test_polar_of_zero_stacked_and_transposed_matrices(lane: Lane) -> None:
     x = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     assert torch.equal(polar(torch.zeros(4, 6)), torch.zeros(4, 6))
     torch.testing.assert_close(polar(x), torch.stack([polar(m) for m in x]), rtol=0, atol=1e-12)
@@ -310,16 +292,13 @@ def test_only_matrices_decay_and_use_muon(lane: Lane, name: str) -> None:
 
 
 @lanes("cpu")
-def test_head_and_mtp_use_adamw(lane: Lane) -> None:
-    linear = nn.Linear(4, 4)
+def test_tied_weight_is_in_one_group_once(lane: Lane) -> None:
+    """And the head's MTP block is no matrix for Muon."""
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    linear = model[1]
     assert group_of(linear, "blocks.0.query.weight", linear.weight) == "matrix"
     assert group_of(linear, "head.merge.weight", linear.weight) == "other"
-
-
-@lanes("cpu")
-def test_tied_weight_is_in_one_group_once(lane: Lane) -> None:
-    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
-    model[1].weight = model[0].weight
+    linear.weight = model[0].weight
     assert [(g["name"], len(g["params"])) for g in parameter_groups(model)] == [("embedding", 1)]
 
 
@@ -331,6 +310,11 @@ def test_bad_optimizers_are_refused(lane: Lane) -> None:
         Muon([nn.Parameter(torch.zeros(3))])
     with pytest.raises(ValueError, match="unknown rule 'sgd'"):
         Muon([{"params": [nn.Parameter(torch.zeros(3, 3))], "rule": "sgd"}])
+    optimizer = made("adamw", parameters("cpu"))
+    train(optimizer, 1)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(TypeError, match=r'lr must stay a tensor: group\["lr"\]\.fill_\(0\.5\)'):
+        optimizer.step()
 
 
 @lanes("cpu", "h200")
@@ -340,11 +324,16 @@ def test_bad_optimizers_are_refused(lane: Lane) -> None:
 def test_optimizer_state_resumes_bit_for_bit(
     lane: Lane, name: str, dtype: torch.dtype, capturable: bool
 ) -> None:
-    first = made(name, parameters(lane.device, dtype), lr=0.1, capturable=capturable)
+    def new(lr: float) -> optimizers.TensorOptimizer:
+        return made(name, parameters(lane.device, dtype), lr=lr, capturable=capturable)
+
+    def copy_weights(target: torch.optim.Optimizer) -> None:
+        for ours, theirs in zip(every(target), every(first)):
+            ours.data.copy_(theirs)
+
+    first, second, fresh = new(0.1), new(0.7), new(0.1)
     train(first, 4, schedule=False)
-    second = made(name, parameters(lane.device, dtype), lr=0.7, capturable=capturable)
-    for ours, theirs in zip(every(second), every(first)):
-        ours.data.copy_(theirs)
+    copy_weights(second), copy_weights(fresh)
     second.load_state_dict(first.state_dict())
     before = [value.clone() for state in second.state.values() for value in state.values()]
     expected = train(first, 3, seed=9, schedule=False)
@@ -352,12 +341,8 @@ def test_optimizer_state_resumes_bit_for_bit(
     assert all(torch.equal(a, b) for a, b in zip(before, after)), "the first's steps moved the second's state"
     assert {value.dtype for value in after} <= {torch.float32, torch.float64}
     assert torch.equal(train(second, 3, seed=9, schedule=False), expected)
-    fresh = made(name, parameters(lane.device, dtype), lr=0.1, capturable=capturable)
-    for ours, theirs in zip(every(fresh), every(first)):
-        ours.data.copy_(theirs)
-    assert not torch.equal(train(fresh, 3, seed=9, schedule=False), expected), (
-        "the state must affect the result, or the test shows nothing"
-    )
+    # The state must affect the result, or the test shows nothing.
+    assert not torch.equal(train(fresh, 3, seed=9, schedule=False), expected)
 
 
 @lanes("cpu")

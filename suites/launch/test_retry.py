@@ -18,11 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.logs import classify, load_families
+from bumpgate.logs import TRACEBACK, classify, load_families
 from launch import retry as retries
 from launch.children import ChildError
 from launch.environment import RETRY, RUN
 from launch.retry import BEGUN, DEBUG, REASON, Stall, failure, load_retry, main, passed, relaunch, supervise
+from suites.launch.trainers import first_launch
 from suites.support.child import ROOT
 from suites.support.lanes import lanes
 from suites.support.planted import planted
@@ -44,15 +45,15 @@ OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 
 def fails(text: str, code: int = 1) -> list[str]:
     """Return a program that prints `text` and fails in every launch."""
-    return ["-S", "-c", f"{RECORD_ENVIRONMENT}\nprint({text!r}); raise SystemExit({code})"]
+    return recording(f"print({text!r}); raise SystemExit({code})")
 
 
 def fails_once(text: str) -> list[str]:
-    return [
-        "-S",
-        "-c",
-        f"{RECORD_ENVIRONMENT}\nif 'BUMPGATE_RETRY' not in started: raise SystemExit({text!r})",
-    ]
+    return recording(f"if 'BUMPGATE_RETRY' not in started: raise SystemExit({text!r})")
+
+
+def recording(program: str, site: bool = False) -> list[str]:
+    return [*([] if site else ["-S"]), "-c", f"{RECORD_ENVIRONMENT}\n{program}"]
 
 
 class Launches:
@@ -65,9 +66,9 @@ class Launches:
     def __call__(self, command: list[str], ranks: int = 0, **given: str) -> int:
         for path in self.home.iterdir():
             path.unlink()
-        clean = {n: v for n, v in os.environ.items() if not n.startswith(("BUMPGATE_", "TORCH_DISTRIBUTED"))}
-        environment = {**clean, "HOME": str(self.home), "PYTHONPATH": str(ROOT), **given}
-        return supervise(ranks, command, environment, seconds=120, log=self.log)
+        return supervise(
+            ranks, command, first_launch(HOME=str(self.home), **given), seconds=120, log=self.log
+        )
 
     @property
     def started(self) -> list[dict[str, str]]:
@@ -101,14 +102,9 @@ def test_only_listed_errors_are_retried(launches: Launches, row) -> None:
         assert launches(fails(line)) == 1
         if len(launches.started) > 1:
             again.add(name)
-    row.count(
-        "launch/retry/classes_launched_again",
-        len(again & listed),
-        expected=len(listed),
-        seen=lines,
-        rule="C25",
-        evidence=[f"not listed: {name}" for name in sorted(again - listed)],
-    )
+    about = {"expected": len(listed), "seen": lines, "rule": "C25"}
+    about["evidence"] = [f"not listed: {name}" for name in sorted(again - listed)]
+    row.count("launch/retry/classes_launched_again", len(again & listed), **about)
     assert again == listed
     assert len(lines) > 4 * len(listed)
     for text, code in (("", 1), ("nothing that a class knows", 7), ("refused: the contract", 3)):
@@ -119,13 +115,8 @@ def test_only_listed_errors_are_retried(launches: Launches, row) -> None:
 @planted("C25", "a retry that is retried without end")
 def test_failed_launch_is_retried_once(launches: Launches, monkeypatch, capsys, row) -> None:
     assert launches(fails(OOM, code=9)) == 9
-    row.count(
-        "launch/retry/launches_of_a_lasting_error",
-        len(launches.started),
-        expected=2,
-        seen=launches.started,
-        rule="C25",
-    )
+    count = len(launches.started)
+    row.count("launch/retry/launches_of_a_lasting_error", count, expected=2, seen=count, rule="C25")
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("; run:")[0] for line in lines] == [
         "launched again: cuda_out_of_memory",
@@ -143,28 +134,17 @@ def test_failed_launch_is_retried_once(launches: Launches, monkeypatch, capsys, 
 @planted("C25", "the retry inherits DETAIL")
 def test_patch_1_lowers_the_debug_level_in_the_environment(launches: Launches, monkeypatch, row) -> None:
     """Read from /proc: the environment that the new process was started with, not what it set itself."""
+    expected = {"DETAIL": "INFO", "detail": "INFO", "INFO": "INFO", "OFF": "OFF", None: None}
     levels = {}
-    for given, after in (
-        ("DETAIL", "INFO"),
-        ("detail", "INFO"),
-        ("INFO", "INFO"),
-        ("OFF", "OFF"),
-        (None, None),
-    ):
-        variables = {DEBUG: given} if given else {}
-        assert launches(fails_once(OOM), **variables) == 0
+    for given in expected:
+        assert launches(fails_once(OOM), **({DEBUG: given} if given else {})) == 0
         first, second = launches.started
-        assert (first.get(DEBUG), second.get(DEBUG)) == (given, after)
-        assert (first.get(RETRY), second.get(RETRY), second.get(REASON)) == (None, "1", "cuda_out_of_memory")
+        assert (first.get(DEBUG), first.get(RETRY)) == (given, None)
+        assert (second.get(RETRY), second.get(REASON)) == ("1", "cuda_out_of_memory")
         levels[given] = second.get(DEBUG)
-    row.bound(
-        "launch/retry/debug_level_in_environment",
-        levels["DETAIL"],
-        "setting",
-        expected=load_retry().debug_level,
-        seen=levels,
-        rule="C25",
-    )
+    about = {"expected": load_retry().debug_level, "seen": levels, "rule": "C25"}
+    row.bound("launch/retry/debug_level_in_environment", levels["DETAIL"], "setting", **about)
+    assert levels == expected
     monkeypatch.setattr(retries, "quiet_environment", lambda retry, given: dict(given))
     launches(fails_once(OOM), **{DEBUG: "DETAIL"})
     assert launches.started[1][DEBUG] == "DETAIL"
@@ -175,50 +155,35 @@ def test_training_past_its_first_steps_is_not_retried(launches: Launches, row) -
     last = load_retry().last_step
 
     def count(steps: int, last_step: int = last) -> int:
-        program = (
-            f"{RECORD_ENVIRONMENT}\nfrom launch.retry import passed\n"
-            f"for step in range({steps}): passed(step, {last_step})\nraise SystemExit({OOM!r})"
-        )
-        assert launches(["-c", program]) == 1
+        program = f"for step in range({steps}): passed(step, {last_step})\nraise SystemExit({OOM!r})"
+        assert launches(recording(f"from launch.retry import passed\n{program}", site=True)) == 1
         return len(launches.started)
 
     found = {steps: count(steps) for steps in range(5)}
-    row.count(
-        "launch/retry/steps_that_may_be_lost",
-        max(steps for steps, count in found.items() if count == 2),
-        expected=last,
-        seen=found,
-        rule="C25",
-        evidence=[f"{steps} steps done: {count} launches" for steps, count in found.items()],
-    )
+    about = {"expected": last, "seen": found, "rule": "C25"}
+    about["evidence"] = [f"{steps} steps done: {count} launches" for steps, count in found.items()]
+    lost = max(steps for steps, count in found.items() if count == 2)
+    row.count("launch/retry/steps_that_may_be_lost", lost, **about)
     assert found == {0: 2, 1: 2, 2: 1, 3: 1, 4: 1}
     assert count(4, last_step=99) == 2, "a run that reports no step is restarted: the row can fail"
     passed(last, last, {})  # without a supervisor: nothing to report, and no error
 
 
-TRACE = "Traceback (most recent call last):"
-
-
 def test_last_traceback_decides_the_failure() -> None:
-    survived = [
-        TRACE,
-        '  File "a.py", line 1, in f',
-        OOM,
-    ]
-    nan = [TRACE, '  File "a.py", line 1, in f', "ArithmeticError: step 9: the loss is nan"]
+    trace = [TRACEBACK, '  File "a.py", line 1, in f']
+    survived, nan = [*trace, OOM], [*trace, "ArithmeticError: step 9: the loss is nan"]
     assert failure([*survived, "step 1", *nan]) == ("non_finite",)
     assert failure([*nan, *survived]) == ("cuda_out_of_memory",)
     assert failure(["no class knows this"]) == ()
-    both = [*survived[:2], "RuntimeError: CUDA out of memory. Tried to allocate; No space left on device"]
-    error = ChildError("a", 1, "exit 1", [*survived, TRACE, *nan[1:]])
+    error = ChildError("a", 1, "exit 1", [*survived, *nan])
     assert relaunch(load_retry(), error, {}, begun=False)[0] is None
+    both = [*trace, "RuntimeError: CUDA out of memory. Tried to allocate; No space left on device"]
     assert failure(both)[0] == "disk_full", "the first class of the contract has a line that two would have"
 
 
 # A rank on gloo. In the first launch rank 0 fails as a retry in the reports did, and rank 1 waits for it.
-RANK = (
-    RECORD_ENVIRONMENT
-    + """
+# A rank on gloo. In the first launch rank 0 fails as a retry in the reports did, and rank 1 waits for it.
+RANK = """
 import torch, torch.distributed as dist
 from launch.dist import process_group
 from launch.contract import load
@@ -232,22 +197,16 @@ dist.all_reduce(total)
 print(json.dumps({"sum": total.item(), "level": dist.get_debug_level().name}), flush=True)
 dist.destroy_process_group()
 """
-)
 
 
 def test_two_gloo_ranks_are_relaunched(launches: Launches, capsys, row) -> None:
     """The rank that hangs in its rendezvous is stopped with the other; the second launch connects and adds up."""
-    assert launches(["-c", RANK], ranks=2, TORCH_DISTRIBUTED_DEBUG="DETAIL") == 0
-    reports = [line.partition("]: ") for line in launches.log.read_text().splitlines() if line.endswith("}")]
-    sums = {tag: json.loads(text) for tag, _, text in reports}
-    row.count(
-        "launch/retry-gloo_2_ranks/ranks_that_added_up",
-        sum(found == {"sum": 3.0, "level": "INFO"} for found in sums.values()),
-        expected=2,
-        seen=launches.started,
-        rule="C25",
-        evidence=launches.log.read_text().splitlines()[-5:],
-    )
+    assert launches(recording(RANK, site=True), ranks=2, TORCH_DISTRIBUTED_DEBUG="DETAIL") == 0
+    lines = launches.log.read_text().splitlines()
+    sums = [json.loads(line.partition("]: ")[2]) for line in lines if line.endswith("}")]
+    about = {"expected": 2, "seen": launches.started, "rule": "C25", "evidence": lines[-5:]}
+    right = sum(found == {"sum": 3.0, "level": "INFO"} for found in sums)
+    row.count("launch/retry-gloo_2_ranks/ranks_that_added_up", right, **about)
     assert "launched again: bootstrap; rank0: exit 1: RuntimeError: Gloo" in capsys.readouterr().err
     first, second = launches.started[:-2], launches.started[-2:]
     assert {env["MASTER_PORT"] for env in first}.isdisjoint(env["MASTER_PORT"] for env in second)
@@ -257,14 +216,14 @@ def test_two_gloo_ranks_are_relaunched(launches: Launches, capsys, row) -> None:
 def test_ranks_share_the_cores_of_the_host(launches: Launches, monkeypatch) -> None:
     """Unless the environment sets the number of threads."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(9)))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    program = ["-S", "-c", RECORD_ENVIRONMENT]
-    assert launches(program, ranks=2) == 0
-    assert [env["OMP_NUM_THREADS"] for env in launches.started] == ["4", "4"]
-    assert launches(program, ranks=2, OMP_NUM_THREADS="3") == 0
-    assert [env["OMP_NUM_THREADS"] for env in launches.started] == ["3", "3"]
-    assert launches(program) == 0
-    assert ["OMP_NUM_THREADS" in env for env in launches.started] == [False]
+    for ranks, given, threads in ((2, "", ["4", "4"]), (2, "3", ["3", "3"]), (0, "", [None])):
+        environment = first_launch(HOME=str(launches.home), OMP_NUM_THREADS=given)
+        if not given:
+            del environment["OMP_NUM_THREADS"]
+        for path in launches.home.iterdir():
+            path.unlink()
+        assert supervise(ranks, recording(""), environment, seconds=120, log=launches.log) == 0
+        assert [env.get("OMP_NUM_THREADS") for env in launches.started] == threads
 
 
 def test_port_of_ranks_is_free_and_of_no_connection(monkeypatch) -> None:
@@ -277,11 +236,6 @@ def test_port_of_ranks_is_free_and_of_no_connection(monkeypatch) -> None:
         port = taken.getsockname()[1]
         monkeypatch.setattr(retries, "PORTS", range(port - 1, port + 2))
         assert {retries.free_port() for _ in range(20)} <= {port - 1, port + 1}
-
-
-def test_killed_run_exits_with_one(tmp_path: Path) -> None:
-    kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert main(["--log", str(tmp_path / "log"), "--", "-S", "-c", kill]) == 1
 
 
 def test_options_reach_the_supervisor(tmp_path: Path, monkeypatch) -> None:
@@ -303,16 +257,16 @@ def test_options_reach_the_supervisor(tmp_path: Path, monkeypatch) -> None:
 
 def test_retry_command(tmp_path: Path, monkeypatch, capsys) -> None:
     log = ["--log", str(tmp_path / "log")]
+    kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert main([*log, "--", "-S", "-c", "print('done')"]) == 0
     assert main([*log, "--", "-S", "-c", "raise SystemExit(5)"]) == 5
     assert main([*log, "--seconds", "0.2", "--", "-S", "-c", "import time; time.sleep(60)"]) == 1
+    assert main([*log, "--", "-S", "-c", kill]) == 1
     assert (tmp_path / "log").read_text().splitlines()[0] == "[run]: done"
     out, err = (text.splitlines() for text in capsys.readouterr())
     assert out == ["done"]
-    assert err == [
-        "final: no known error: not listed; run: exit 5: no output",
-        "final: no known error: not listed; run: not ended in 0.2 s: no output",
-    ]
+    ends = ("exit 5", "not ended in 0.2 s", "killed by SIGKILL")
+    assert err == [f"final: no known error: not listed; run: {end}: no output" for end in ends]
     with pytest.raises(SystemExit) as caught:
         main(["--", "-c", "pass"])
     assert caught.value.code == 2
@@ -330,7 +284,7 @@ print({OOM!r}, "recovered", sep=chr(10), flush=True)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 raise ValueError("no class knows this")
 """
-    assert launches(["-c", f"{RECORD_ENVIRONMENT}{program}"], ranks=1) == 1
+    assert launches(recording(program, site=True), ranks=1) == 1
     assert len(launches.started) == 1, "launched again for an error that was not the cause"
 
 
@@ -340,7 +294,7 @@ def test_stop_signals_leave_no_process(tmp_path: Path, signals: list[str]) -> No
     """The run ignores SIGTERM, so that the second signal arrives while the launcher waits for its end."""
     wait = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(99)"
     log, numbers = tmp_path / "log", [getattr(signal, f"SIG{name}") for name in signals]
-    command = [sys.executable, "-m", "launch.retry", "--log", str(log), "--", "-S", "-c", wait]
+    command = [*supervised(log), "-c", wait]
     # A test run under nohup ignores SIGHUP, and its children inherit that.
     killed = numbers[0] == signal.SIGKILL
     default = None if killed else partial(signal.signal, numbers[0], signal.SIG_DFL)
@@ -358,35 +312,28 @@ def test_stop_signals_leave_no_process(tmp_path: Path, signals: list[str]) -> No
 
 @planted("C25", "a stopped run whose last lines have a listed error")
 def test_stopped_launch_is_not_launched_again(launches: Launches, monkeypatch) -> None:
+    """As if a stop signal reached the run while its memory ran out."""
     stops: list[int] = []
-    monkeypatch.setattr(retries, "run", partial(failing, stops))
-    command = ["-c", "pass"]
-    code = retries.supervise(0, command, {}, seconds=9, log=launches.log, stops=stops)
+
+    def failing(*_: object, **__: object) -> None:
+        stops.append(signal.SIGTERM)
+        raise ChildError("run", 1, "exit 1", OOM.splitlines())
+
+    monkeypatch.setattr(retries, "run", failing)
+    code = retries.supervise(0, ["-c", "pass"], {}, seconds=9, log=launches.log, stops=stops)
     assert (code, len(stops)) == (128 + signal.SIGTERM, 1), "launched again although it was stopped"
-
-
-def failing(stops: list[int], *_: object, **__: object) -> None:
-    """End like a run that a stop signal reached while its memory ran out."""
-    stops.append(signal.SIGTERM)
-    raise ChildError("run", 1, "exit 1", OOM.splitlines())
 
 
 def test_ignored_stop_signal_stays_ignored(tmp_path: Path) -> None:
     """As under nohup."""
     program = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.5); print('done')"
-    command = [
-        sys.executable,
-        "-m",
-        "launch.retry",
-        "--log",
-        str(tmp_path / "log"),
-        "--",
-        "-S",
-        "-c",
-        program,
-    ]
-    ended = subprocess.run(["nohup", *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = ["nohup", *supervised(tmp_path / "log"), "-c", program]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "done\n")
+
+
+def supervised(log: Path) -> list[str]:
+    return [sys.executable, "-m", "launch.retry", "--log", str(log), "--", "-S"]
 
 
 @planted("C25", "the clock is set while a run trains, a rank that hangs")

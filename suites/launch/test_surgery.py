@@ -25,36 +25,38 @@ def normal(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def polar_factor(x: Tensor) -> Tensor:
-    left, _, right = torch.linalg.svd(x.double(), full_matrices=False)
-    return left @ right
+def with_spectrum(shape: tuple[int, int], smallest: float) -> Tensor:
+    """Return a matrix whose singular values go from 1 down to `smallest`."""
+    left, _, right = torch.linalg.svd(normal(*shape).double(), full_matrices=False)
+    return ((left * torch.linspace(1, smallest, min(shape), dtype=torch.float64)) @ right).float()
+
+
+def apart(weight: Tensor) -> float:
+    """Return the largest distance of a singular value from 1."""
+    return float((torch.linalg.svdvals(weight.detach()) - 1).abs().max())
 
 
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("shape", [(24, 64), (64, 24), (32, 32)])
 def test_fire_gives_nearest_orthogonal_matrix(lane: Lane, shape: tuple[int, int]) -> None:
     # A spectrum from 1 down to 0.05: the range that 15 iterations guarantee, and that no random square matrix has.
-    left, _, right = torch.linalg.svd(normal(*shape).double(), full_matrices=False)
-    spectrum = torch.linspace(1, 0.05, min(shape), dtype=torch.float64)
-    x = ((left * spectrum) @ right).float().to(lane.device)
+    x = with_spectrum(shape, 0.05).to(lane.device)
     weight = nn.Parameter(x.clone())
     fire(weight)
-    torch.testing.assert_close(weight.detach().double(), polar_factor(x), rtol=0, atol=2e-5)
-    values = torch.linalg.svdvals(weight.detach())
-    torch.testing.assert_close(values, torch.ones_like(values), rtol=0, atol=1e-5)
+    left, _, right = torch.linalg.svd(x.double(), full_matrices=False)
+    torch.testing.assert_close(weight.detach().double(), left @ right, rtol=0, atol=2e-5)
+    assert apart(weight) < 1e-5
     planted = x / torch.linalg.matrix_norm(x, 2)
     for _ in range(15):
         planted = 1.5 * planted - 0.4 * planted @ planted.mT @ planted
-    assert (torch.linalg.svdvals(planted) - 1).abs().max() > 0.05, "a wrong coefficient must be seen"
+    assert apart(planted) > 0.05, "a wrong coefficient must be seen"
 
 
 @lanes("cpu")
 def test_fire_reaches_its_smallest_singular_value(lane: Lane) -> None:
-    left, _, right = torch.linalg.svd(normal(32, 24).double(), full_matrices=False)
-    weight = nn.Parameter(((left * torch.linspace(1, 0.007, 24, dtype=torch.float64)) @ right).float())
+    weight = nn.Parameter(with_spectrum((32, 24), 0.007))
     fire(weight)
-    values = torch.linalg.svdvals(weight.detach())
-    torch.testing.assert_close(values, torch.ones_like(values), rtol=0, atol=1e-3)
+    assert apart(weight) < 1e-3
 
 
 @lanes("cpu")
@@ -77,49 +79,31 @@ def test_fire_wipes_state_of_changed_weights_only(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_fire_keeps_a_zero_output_zero(lane: Lane) -> None:
+def test_fire_spares_the_head_and_a_zero_output(lane: Lane) -> None:
     """A feature that is initialized as the identity must stay the identity."""
-    model = build(preset("nam12", "narrow"))
-    nn.init.zeros_(model.blocks[0].output.weight)
-    assert "blocks.0.output.weight" not in fire_model(model, build_optimizer(model, "adamw", 1e-3))
-    assert not model.blocks[0].output.weight.any()
-
-
-@lanes("cpu")
-def test_fire_spares_the_head(lane: Lane) -> None:
     model = build(preset("nam12", "narrow", mtp=MTPConfig(steps=1)))
+    nn.init.zeros_(model.blocks[0].output.weight)
     linear = [name for name, module in model.head.named_modules() if isinstance(module, nn.Linear)]
     assert linear, "the head must have a map that could change"
     changed = fire_model(model, build_optimizer(model, "adamw", 1e-3))
     assert not any(name.startswith("head.") for name in changed)
+    assert "blocks.0.output.weight" not in changed
+    assert not model.blocks[0].output.weight.any()
 
 
 @lanes("cpu")
 def test_dash_shrinks_rows_along_their_gradient(lane: Lane) -> None:
-    weight = nn.Parameter(normal(6, 32))
-    other = normal(6, 32, seed=1)
-    across = (
-        other
-        - (other * weight.detach()).sum(1, True) / weight.detach().square().sum(1, True) * weight.detach()
-    )
-    unit, across = (nn.functional.normalize(t, dim=1) for t in (weight.detach(), across))
+    weight, other = nn.Parameter(normal(6, 32)), normal(6, 32, seed=1)
+    before = weight.detach().clone()
+    along = (other * before).sum(1, True) / before.square().sum(1, True) * before
+    unit, across = (nn.functional.normalize(t, dim=1) for t in (before, other - along))
     cosines = torch.tensor([1.0, 0.5, 0.05, 0.0, -0.5, -1.0])
     weight.grad = 7.0 * (cosines[:, None] * unit + (1 - cosines[:, None] ** 2).sqrt() * across)
-    before = weight.detach().clone()
     dash([weight])
     factors = (weight.detach() / before).mean(1)
     expected = torch.tensor([1 - 0.0095, 1 - 0.0045, 1.0, 1.0, 1.0, 1.0])
     torch.testing.assert_close(factors, expected, rtol=0, atol=1e-6)
     assert torch.equal(weight.detach()[3:], before[3:]), "rows that the gradient does not push keep every bit"
-
-
-@lanes("cpu")
-def test_redo_activity_is_a_moving_average(lane: Lane) -> None:
-    redo, activation = ReDo(2), torch.tensor([[1.0, -3.0], [1.0, 1.0]])
-    redo.observe(activation)
-    torch.testing.assert_close(redo.activity, torch.tensor([0.1, 0.2]))
-    redo.observe(activation)
-    torch.testing.assert_close(redo.activity, torch.tensor([0.19, 0.38]))
 
 
 @lanes("cpu", "h200")
@@ -153,7 +137,11 @@ def test_redo_revives_dormant_units_only(lane: Lane) -> None:
 
 
 @lanes("cpu")
-def test_redo_is_reproducible_by_seed(lane: Lane) -> None:
+def test_redo_averages_activity_and_is_reproducible_by_seed(lane: Lane) -> None:
+    redo, activation = ReDo(2), torch.tensor([[1.0, -3.0], [1.0, 1.0]])
+    for expected in ([0.1, 0.2], [0.19, 0.38]):
+        redo.observe(activation)
+        torch.testing.assert_close(redo.activity, torch.tensor(expected))
     runs = []
     for seed in (0, 0, 1):
         redo, incoming, outgoing = ReDo(4), normal(4, 3), normal(3, 4)
@@ -171,15 +159,13 @@ class XlaTensor(Tensor):
 
 
 def operations() -> dict[str, Callable[[Tensor], object]]:
-    def shrink(weight: Tensor) -> None:
-        dash([weight])
-
     redo, generator = ReDo(8), torch.Generator().manual_seed(0)
-
-    def recycle(weight: Tensor) -> None:
-        redo.recycle(weight, weight.mT, generator)
-
-    return {"fire": fire, "dash": shrink, "redo recycle": recycle, "redo observe": redo.observe}
+    return {
+        "fire": fire,
+        "dash": lambda weight: dash([weight]),
+        "redo recycle": lambda weight: redo.recycle(weight, weight.mT, generator),
+        "redo observe": redo.observe,
+    }
 
 
 @lanes("cpu")
@@ -227,12 +213,12 @@ def test_surgery_without_fullgraph_falls_back_to_eager(lane: Lane) -> None:
     """Dynamo skips such a frame, so that the surgery runs in eager mode and nothing of the region is compiled."""
     weight, eager = normal(8, 8), normal(8, 8)
     fire(eager)
+
+    def region(x: Tensor) -> Tensor:
+        fire(x)
+        return x + 1
+
     with DynamoWatch() as watch:
-
-        def region(x: Tensor) -> Tensor:
-            fire(x)
-            return x + 1
-
         torch.compile(region, backend=watch.backend("eager"))(weight)
     assert torch.equal(weight, eager)
     assert watch.report.calls == 0

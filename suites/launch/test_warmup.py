@@ -11,20 +11,14 @@ from bumpgate.plugin.instruments import DynamoWatch, reset_dynamo
 from launch import train
 from launch.data import SyntheticBatches
 from launch.programs import ProgramBudgetError
-from launch.train import Trainer, TrainingPlan
 from launch.warmup import Start, WarmUp, load_warmup
-from model import preset
+from suites.launch.trainers import CONFIG, smoke_trainer
 from suites.support.lanes import lanes
 from suites.support.planted import planted
 
 pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane")]
 
-BOOLEANS = (False, True)
-STARTS = [
-    Start(device, *flags)
-    for device in ("cpu", "cuda", "xla")
-    for flags in itertools.product(BOOLEANS, repeat=5)
-]
+STARTS = [Start(*c) for c in itertools.product(("cpu", "cuda", "xla"), *[(False, True)] * 5)]
 
 
 def warm_up_expected(start: Start) -> bool:
@@ -40,14 +34,10 @@ def wrong(table: WarmUp) -> list[Start]:
 
 def test_warm_up_table_follows_the_rule(row) -> None:
     table = load_warmup()
-    row.count(
-        "launch/warmup/decisions_as_the_rule",
-        len(STARTS) - len(wrong(table)),
-        expected=len(STARTS),
-        seen=sum(map(warm_up_expected, STARTS)),
-        rule="C30",
-        evidence=[str(start) for start in wrong(table)],
-    )
+    missed = wrong(table)
+    about = {"seen": sum(map(warm_up_expected, STARTS)), "rule": "C30", "evidence": missed}
+    right = len(STARTS) - len(missed)
+    row.count("launch/warmup/decisions_as_the_rule", right, expected=len(STARTS), **about)
     assert len(STARTS) == 3 * 2**5
     assert {table.skipped(start) for start in STARTS} == {"", *table.skip}, "each table decides somewhere"
 
@@ -71,10 +61,8 @@ def test_first_step_replaces_the_warm_up(restored_dynamo, monkeypatch, canaries,
         reset_dynamo()
         skip = {} if case == "warm_up" else {"all": {"requested": True}}
         monkeypatch.setattr(train, "load_warmup", lambda skip=skip: WarmUp(skip, "1"))
-        config = preset("nam12", "narrow", layer_pattern="AE", depth=2)
         with DynamoWatch() as watch:
-            source = SyntheticBatches(config.vocab_size, 4, 16, 0, config.bos_id)
-            run = Trainer(config, TrainingPlan(4), source, backend=watch.backend("eager"))
+            run = smoke_trainer(4, batch=4, policy="regional", backend=watch.backend("eager"))
             assert run.no_warm_up == ("" if case == "warm_up" else "all")
             if case == "no_mark":
                 run.compiled.first = run.compiled.forward
@@ -82,19 +70,13 @@ def test_first_step_replaces_the_warm_up(restored_dynamo, monkeypatch, canaries,
             run.run(2, allow_synthetic="smoke")
             assert run.model.boundary is boundary, "only the first forward marks"
             before = watch.refresh().unique_graphs
-            run.source = SyntheticBatches(config.vocab_size, 6, 16, 0, config.bos_id)
+            run.source = SyntheticBatches(CONFIG.vocab_size, 6, 16, 0, CONFIG.bos_id)
             with pytest.raises(ProgramBudgetError) if case == "no_mark" else nullcontext():
                 run.run(4, allow_synthetic="smoke")
             more[case] = watch.refresh().unique_graphs - before
         losses[case] = run.losses
         assert before > 0
-    row.count(
-        "launch/warmup-first_step/graphs_of_another_batch",
-        more["first_step"],
-        expected=0,
-        seen=before,
-        rule="C30",
-        instruments=("graphs",),
-    )
+    about = {"seen": before, "rule": "C30", "instruments": ("graphs",)}
+    row.count("launch/warmup-first_step/graphs_of_another_batch", more["first_step"], expected=0, **about)
     assert losses["first_step"] == losses["warm_up"]
     assert more["warm_up"] == 0 < more["no_mark"]

@@ -3,8 +3,7 @@
 `python -m suites.throughput.cold_start DEVICE` with TORCHINDUCTOR_CACHE_DIR set; the last line of output is JSON. On an
 empty cache the step compiles all its graphs, on a filled one it loads them.
 
-Objects of the imports are frozen before the step: a full collection of them takes 0.2 s and would count in whichever
-phase it falls. It made Dynamo of torch 2.14.1 look 50 % slower than that of 2.13.0.
+Objects of the imports are frozen before the step: a full collection of them would count in whichever phase it falls.
 """
 
 from __future__ import annotations

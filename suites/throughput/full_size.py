@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, read_dynamo_config, reset_dynamo
+from bumpgate.plugin.rows import Interval, RowRecorder
 from bumpgate.process.gpu_shares import untimed
 from launch.contract import apply_dynamo, load
 from launch.policies import CompiledHybrid, apply
@@ -36,18 +37,15 @@ POLICIES = {
 BATCH = 2
 # More than one, so that no step finds its own input in the L2, and a guard on values would miss.
 BATCHES = 4
-# The claim of GPU memory by processes that share it: measured peaks of a compiled forward and backward at B 2, with the
-# weights and gradients but without AdamW's state, and a margin for fragmentation.
+# The claim of GPU memory by processes that share it: measured peaks of a compiled forward and backward, with a margin.
 GIB = {"nam52": 42, "nam12": 8, "nam56r": 56}
 STACK_GIB = 10  # a block of each kind
 # With 16 calls the 99 % interval of the median excludes the slowest: with 8 a single step of the peers' made it 14 %
 # wide.
 CALLS = {"nam52": 20, "nam12": 20, "nam56r": 16}
 WARMUP = {"nam52": 5, "nam12": 5, "nam56r": 2}
-# Of tokens per second. A step of nam52 or nam12 takes little longer than the host takes to launch its kernels, at most
-# 5800: in six runs on H200 hosts with 16 to 64 cores nam52's rates were up to 71 % apart and nam12's 98 %. Those of
-# nam56r, whose kernels take longer than their launches, were up to 11 % apart. The device time of a step is the
-# sharper row, and a gate compares the rates of both builds on one machine.
+# Of tokens per second. A step of nam52 or nam12 takes little longer than the launches of its kernels: on hosts with 16
+# to 64 cores nam52's rates were up to 71 % apart, nam12's 98 %, nam56r's 11 %. The device time is the sharper row.
 HOST_TOLERANCE = {"nam52": 0.3, "nam12": 0.45, "nam56r": 0.12}
 # A step of nam56r takes longer than the launches of its kernels.
 HOST_BOUND = {
@@ -64,20 +62,13 @@ LEARNING_RATE = 1e-4
 
 def active_parameters(model: Hybrid) -> int:
     """Count the parameters used by one token: K of the E experts, and the tied embedding once, as the loss head."""
-    config = model.config
+    E, K = model.config.experts, model.config.top_k
     routed = sum(p.numel() for b in model.modules() if isinstance(b, MoEBlock) for p in (b.up, b.down))
-    return (
-        sum(p.numel() for p in model.parameters())
-        - routed * (config.experts - config.top_k) // config.experts
-    )
+    return sum(p.numel() for p in model.parameters()) - routed * (E - K) // E
 
 
 def step_flops(model: Hybrid, tokens: int) -> int:
-    """Return the FLOP of a training step by the usual formula, 6 x active parameters x tokens.
-
-    Two for each parameter forward, four backward. Attention scores, scans and padded slots are excluded, so that it is
-    the useful work and not the executed work.
-    """
+    """Return the FLOP of a training step by the usual formula, 6 x active parameters x tokens: the useful work."""
     return 6 * active_parameters(model) * tokens
 
 
@@ -166,10 +157,7 @@ def full_size(name: str, policy: str) -> Iterator[FullSize]:
 
 
 class DeviceWork(NamedTuple):
-    """The device's own trace of one call: number of kernels, and their total milliseconds.
-
-    Idle time caused by a host that is too slow to keep the device busy is not included.
-    """
+    """The device's own trace of one call: number of kernels, and their total milliseconds without idle time."""
 
     kernels: int
     milliseconds: float
@@ -185,11 +173,24 @@ def device_work(step: Callable[[], object]) -> DeviceWork:
     return DeviceWork(len(kernels), sum(e.time_range.elapsed_us() for e in kernels) / 1e3)
 
 
+def report_device_time(row: RowRecorder, case: str, work: DeviceWork, evidence: str) -> None:
+    """Report the device time of a step."""
+    about = {"tolerance": TOLERANCE["device"], "bound": DEVICE_BOUND, "rule": "C37", "seen": work.kernels}
+    row.cost(f"{case}/device_milliseconds_per_step", work.milliseconds, "ms", evidence=[evidence], **about)
+
+
+def report_rate(
+    row: RowRecorder, case: str, name: str, rate: Interval, seen: int, evidence: list[str], **about: Any
+) -> None:
+    """Report the tokens per second of the model `name`, whose host may slow its steps down."""
+    about |= {"tolerance": HOST_TOLERANCE[name], "bound": HOST_BOUND[name], "evidence": evidence}
+    row.timed(f"{case}/tokens_per_second", rate, "tokens/s", better="higher", rule="C37", seen=seen, **about)
+
+
 def load_kernels(name: str) -> float:
     """Return the seconds of an eager forward and backward of a stack with one block of each kind of the model.
 
-    It compiles and loads the ops' own kernels, so that a following first step of the model takes only the time of
-    compiling its graphs. It has the model's widths and batch, so that the kernels are the same.
+    It compiles and loads the ops' own kernels: a following first step takes only the time of compiling its graphs.
     """
     config = one_of_each_kind(preset(name, "full"))
     torch.cuda.synchronize()

@@ -40,9 +40,8 @@ def warm_start(lane: Lane) -> Start:
 def _undisturbed(start: Callable[[Duet | None], Start]) -> Start:
     """Return the result of `start`, repeated if other processes used the machine meanwhile.
 
-    In a paired session both sides start at the same time and repeat together. Only one start uses the caches at a time:
-    a run that fills compile caches makes the cold and the warm start at once. Raises InfraError if they were disturbed
-    every time.
+    In a paired session both sides repeat together. Only one start uses the caches at a time: a run that fills compile
+    caches makes the cold and the warm start at once. Raises InfraError if they were disturbed every time.
     """
     duet = partner()
     _folder().parent.mkdir(parents=True, exist_ok=True)
@@ -86,11 +85,7 @@ def _made_by() -> dict[str, str | None]:
 
 
 def _folder() -> Path:
-    """Return the folder of the starts' own caches: each side, each pair of compile caches and each GPU has its own.
-
-    A timed test holds only its own GPU. Two cold starts in one folder would each write their choices of kernels, and a
-    warm start on those of one would be compared with the losses of the other.
-    """
+    """Return the folder of the starts' own caches: each side, each pair of compile caches and each GPU has its own."""
     return Path(ENVIRONMENT["TORCHINDUCTOR_CACHE_DIR"]) / "starts" / first_gpu()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,23 +26,12 @@ OTHER_ORDER = 2**-8
 def test_cold_start(lane: Lane, row, exclusive_machine) -> None:
     cold = cold_start(lane)
     assert cold["compiled"], "the process on an empty cache compiled nothing"
-    case = f"throughput/start-{lane.name}"
+    cost = partial(row.cost, rule="C37", seen=cold["graphs"], paired=True)
+    case = f"throughput/start-{lane.name}/cold"
     for phase, spent in cold["phases"].items():
-        row.cost(f"{case}/cold_{phase}_cpu_seconds", spent, "s", rule="C37", seen=cold["graphs"], paired=True)
-    row.cost(
-        f"{case}/cold_cpu_seconds", cold["cpu_seconds"], "s", rule="C37", seen=cold["graphs"], paired=True
-    )
-    row.cost(
-        f"{case}/cold_wall_seconds", cold["wall_seconds"], "s", rule="C37", seen=cold["graphs"], paired=True
-    )
-    row.cost(
-        f"{case}/cold_peak_memory_bytes",
-        cold["peak_memory_bytes"],
-        "bytes",
-        rule="C37",
-        seen=cold["graphs"],
-        paired=True,
-    )
+        cost(f"{case}_{phase}_cpu_seconds", spent, "s")
+    for metric, unit in (("cpu_seconds", "s"), ("wall_seconds", "s"), ("peak_memory_bytes", "bytes")):
+        cost(f"{case}_{metric}", cold[metric], unit)
 
 
 @lanes("cpu", "h200")
@@ -50,26 +40,11 @@ def test_warm_start(lane: Lane, row, exclusive_machine) -> None:
     warm = warm_start(lane)
     assert not warm["compiled"], f"the process on a filled cache compiled {warm['compiled']} graphs again"
     _check_losses(warm, warm["cold"])
+    cost = partial(row.cost, seen=warm["loaded"], paired=True)
     case = f"throughput/start-{lane.name}"
-    row.cost(
-        f"{case}/warm_cpu_seconds", warm["cpu_seconds"], "s", rule="C18", seen=warm["loaded"], paired=True
-    )
-    row.cost(
-        f"{case}/warm_peak_memory_bytes",
-        warm["peak_memory_bytes"],
-        "bytes",
-        rule="C18",
-        seen=warm["loaded"],
-        paired=True,
-    )
-    row.cost(
-        f"{case}/import_cpu_seconds",
-        warm["import_cpu_seconds"],
-        "s",
-        rule="C37",
-        seen=warm["loaded"],
-        paired=True,
-    )
+    cost(f"{case}/warm_cpu_seconds", warm["cpu_seconds"], "s", rule="C18")
+    cost(f"{case}/warm_peak_memory_bytes", warm["peak_memory_bytes"], "bytes", rule="C18")
+    cost(f"{case}/import_cpu_seconds", warm["import_cpu_seconds"], "s", rule="C37")
 
 
 def _check_losses(warm: Mapping[str, Any], cold: Mapping[str, Any]) -> None:

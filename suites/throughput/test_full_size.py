@@ -7,6 +7,7 @@ here.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -24,9 +25,6 @@ from suites.support.reduce import growth
 from suites.throughput.full_size import (
     BATCH,
     CALLS,
-    DEVICE_BOUND,
-    HOST_BOUND,
-    HOST_TOLERANCE,
     POLICIES,
     TOLERANCE,
     WARMUP,
@@ -34,6 +32,8 @@ from suites.throughput.full_size import (
     device_work,
     full_size,
     memory,
+    report_device_time,
+    report_rate,
     step_flops,
 )
 
@@ -60,20 +60,12 @@ def test_full_size_training_step(
             return
         losses = [float(hybrid.step()) for _ in range(FIRST_STEPS)]
         peak = hybrid.peak_memory()
-        row.bound(
-            f"{case}/first_step_seconds",
-            first,
-            "s",
-            at_most=LONGEST_FIRST_STEP,
-            rule="C23",
-            seen=1,
-            evidence=["on the caches that this run found"],
-        )
-        _report_losses(row, case, losses)
-        weights = sum(p.numel() for p in hybrid.model.parameters())
-        row.cost(
-            f"{case}/peak_memory_bytes", peak, "bytes", tolerance=TOLERANCE["peak"], rule="C37", seen=weights
-        )
+        found = {"rule": "C23", "seen": 1, "evidence": ["on the caches that this run found"]}
+        row.bound(f"{case}/first_step_seconds", first, "s", at_most=LONGEST_FIRST_STEP, **found)
+        found = {"rule": "C33", "seen": losses, "evidence": [" -> ".join(f"{loss:.3f}" for loss in losses)]}
+        row.bound(f"{case}/loss_growth", growth(losses), "ratio", at_most=LARGEST_GROWTH, **found)
+        found = {"rule": "C37", "seen": sum(p.numel() for p in hybrid.model.parameters())}
+        row.cost(f"{case}/peak_memory_bytes", peak, "bytes", tolerance=TOLERANCE["peak"], **found)
         before = _compiled(hybrid)
         timing = milliseconds(hybrid.step, CALLS[name], WARMUP[name])
         _report_rate(row, case, hybrid, timing)
@@ -81,18 +73,6 @@ def test_full_size_training_step(
             _report_further_steps(row, case, policy, hybrid, before, timing)
         if policy == "regional" and not unused(f"{case}/speedup_over_eager"):
             _report_speedup(row, case, name, hybrid, timing)
-
-
-def _report_losses(row, case: str, losses: list[float]) -> None:
-    row.bound(
-        f"{case}/loss_growth",
-        growth(losses),
-        "ratio",
-        at_most=LARGEST_GROWTH,
-        rule="C33",
-        seen=losses,
-        evidence=[" -> ".join(f"{loss:.3f}" for loss in losses)],
-    )
 
 
 class Compiled(NamedTuple):
@@ -124,88 +104,33 @@ def _report_further_steps(
     report = hybrid.watch.refresh()
     seen = calls + islands.total()
     row.cost(f"{case}/kernels_per_step", work.kernels, "count", rule="C37", seen=work.kernels)
-    row.cost(
-        f"{case}/device_milliseconds_per_step",
-        work.milliseconds,
-        "ms",
-        tolerance=TOLERANCE["device"],
-        bound=DEVICE_BOUND,
-        rule="C37",
-        seen=work.kernels,
-        evidence=[f"of {timing.median:.1f} ms a step"],
-    )
-    row.count(
-        f"{case}/host_syncs_per_step",
-        len(waits),
-        expected=0,
-        rule="C2",
-        seen=seen,
-        evidence=sorted(set(waits)),
-    )
+    report_device_time(row, case, work, f"of {timing.median:.1f} ms a step")
+    waited = sorted(set(waits))
+    row.count(f"{case}/host_syncs_per_step", len(waits), expected=0, rule="C2", seen=seen, evidence=waited)
     want = expected(hybrid.config.kinds, policy)
-    row.count(
-        f"{case}/eager_islands",
-        islands.total(),
-        expected=want.eager_islands,
-        rule="C6",
-        seen=seen,
-        evidence=report.evidence(),
-        instruments=INSTRUMENTS,
-    )
+    count = partial(row.count, seen=seen, evidence=report.evidence(), instruments=INSTRUMENTS)
+    count(f"{case}/eager_islands", islands.total(), expected=want.eager_islands, rule="C6")
     if policy == "eager":
         return
     after = _compiled(hybrid)
     again = after.recompiles - before.recompiles + after.graphs - before.graphs
-    row.count(
-        f"{case}/graph_breaks",
-        len(report.breaks),
-        expected=want.graph_breaks,
-        rule="C6",
-        seen=seen,
-        evidence=report.evidence(),
-        instruments=INSTRUMENTS,
-    )
-    row.count(
-        f"{case}/unique_graphs",
-        before.graphs,
-        expected=want.unique_graphs,
-        rule="C13",
-        seen=calls,
-        evidence=report.evidence(),
-        instruments=INSTRUMENTS,
-    )
     further = after.steps - before.steps
-    row.count(
-        f"{case}/recompiles_over_30_steps",
-        again,
-        expected=0,
-        rule="C8",
-        seen=further,
-        evidence=report.evidence(),
-        instruments=INSTRUMENTS,
-    )
+    count(f"{case}/graph_breaks", len(report.breaks), expected=want.graph_breaks, rule="C6")
+    count(f"{case}/unique_graphs", before.graphs, expected=want.unique_graphs, rule="C13", seen=calls)
+    count(f"{case}/recompiles_over_30_steps", again, expected=0, rule="C8", seen=further)
 
 
 def _report_rate(row, case: str, hybrid: FullSize, timing: Timing) -> None:
-    rate = rate_of(hybrid.tokens, timing)
-    flops = step_flops(hybrid.model, hybrid.tokens)
-    row.timed(
-        f"{case}/tokens_per_second",
-        rate,
-        "tokens/s",
-        better="higher",
-        tolerance=HOST_TOLERANCE[hybrid.config.name],
-        bound=HOST_BOUND[hybrid.config.name],
-        rule="C37",
-        seen=CALLS[hybrid.config.name],
-        work=work_of(hybrid.model, hybrid.batches[0]),
-        evidence=[
-            f"{timing.median:.1f} ms a step",
-            f"MFU {flops / timing.median * 1e3 / matmul_rate():.3f}: 6 x active parameters x tokens, "
-            f"{flops / 1e12:.1f} TFLOP, at this run's {matmul_rate() / 1e12:.0f} TFLOP/s",
-            f"copy {copy_rate() / 1e12:.2f} TB/s; host: {anchor_milliseconds():.1f} ms for the anchor's work",
-        ],
-    )
+    flops, matmul = step_flops(hybrid.model, hybrid.tokens), matmul_rate()
+    evidence = [
+        f"{timing.median:.1f} ms a step",
+        f"MFU {flops / timing.median * 1e3 / matmul:.3f}: 6 x active parameters x tokens, "
+        f"{flops / 1e12:.1f} TFLOP, at this run's {matmul / 1e12:.0f} TFLOP/s",
+        f"copy {copy_rate() / 1e12:.2f} TB/s; host: {anchor_milliseconds():.1f} ms for the anchor's work",
+    ]
+    work = work_of(hybrid.model, hybrid.batches[0])
+    seen = CALLS[hybrid.config.name]
+    report_rate(row, case, hybrid.config.name, rate_of(hybrid.tokens, timing), seen, evidence, work=work)
 
 
 def _report_speedup(row, case: str, name: str, hybrid: FullSize, timing: Timing) -> None:
@@ -215,15 +140,8 @@ def _report_speedup(row, case: str, name: str, hybrid: FullSize, timing: Timing)
         eager = milliseconds(hybrid.step, CALLS[name], WARMUP[name])
         calls = hybrid.watch.report.calls - calls
     assert calls == 0, f"{calls} compiled calls in the eager steps"
-    row.bound(
-        f"{case}/speedup_over_eager",
-        eager.median / timing.median,
-        "ratio",
-        at_least=LEAST_SPEEDUP[name],
-        rule="C37",
-        seen=CALLS[name],
-        evidence=[
-            f"eager {eager.median:.1f} ms ({eager.low:.1f} to {eager.high:.1f}), "
-            f"compiled {timing.median:.1f} ms ({timing.low:.1f} to {timing.high:.1f})"
-        ],
-    )
+    both = (("eager", eager), ("compiled", timing))
+    evidence = [", ".join(f"{word} {t.median:.1f} ms ({t.low:.1f} to {t.high:.1f})" for word, t in both)]
+    found = {"rule": "C37", "seen": CALLS[name], "evidence": evidence}
+    speedup = eager.median / timing.median
+    row.bound(f"{case}/speedup_over_eager", speedup, "ratio", at_least=LEAST_SPEEDUP[name], **found)

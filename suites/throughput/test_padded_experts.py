@@ -98,26 +98,17 @@ def test_padded_against_grouped_experts(lane: Lane, name: str, row, exclusive_ma
         "padded": (experts.padded, experts.padded_products, rows),
         "grouped": (experts.grouped, experts.grouped_products, real),
     }
-    layer, products = {}, {}
+    layer, products, shared = {}, {}, {"rule": "C11", "seen": CALLS}
     for way, (whole, inner, inner_rows) in ways.items():
         _, both = forward_and_backward(whole, experts.leaves)
         peak = peak_memory(both)
         layer[way] = milliseconds(both)
         products[way] = milliseconds(forward_and_backward(inner, (inner_rows, up, down))[1])
         case = f"throughput/{name}-full-experts-{way}"
+        about = {"tolerance": TOLERANCE["milliseconds"], "bound": DEVICE_BOUND, **shared}
         for metric, timing in (("layer", layer[way]), ("products", products[way])):
-            row.timed(
-                f"{case}/{metric}_milliseconds",
-                timing,
-                "ms",
-                tolerance=TOLERANCE["milliseconds"],
-                bound=DEVICE_BOUND,
-                rule="C11",
-                seen=CALLS,
-            )
-        row.cost(
-            f"{case}/layer_peak_bytes", peak, "bytes", tolerance=TOLERANCE["peak"], rule="C11", seen=CALLS
-        )
+            row.timed(f"{case}/{metric}_milliseconds", timing, "ms", **about)
+        row.cost(f"{case}/layer_peak_bytes", peak, "bytes", tolerance=TOLERANCE["peak"], **shared)
     case = f"throughput/{name}-full-experts"
     for metric, timings in (("layer", layer), ("products", products)):
         row.cost(
@@ -126,27 +117,15 @@ def test_padded_against_grouped_experts(lane: Lane, name: str, row, exclusive_ma
             "ratio",
             tolerance=TOLERANCE["ratio"],
             bound=DEVICE_BOUND,
-            rule="C11",
-            seen=CALLS,
+            **shared,
             evidence=[f"outputs differ by {difference:.1e}"],
             own=f"throughput/{name}-full-experts-padded/{metric}_milliseconds",
         )
     slots, assignments = rows.shape[0] * rows.shape[1], experts.expert.numel()
-    expected_slots = experts.E * BATCH * experts.bucket
-    row.bound(
-        f"{case}/padded_slots",
-        slots,
-        "slots",
-        expected=expected_slots,
-        rule="C11",
-        seen=assignments,
-        evidence=[f"{slots / assignments - 1:.1%} more than the {assignments} assignments"],
-    )
-    row.bound(
-        f"{case}/assignments",
-        int(experts.counts.sum()),
-        "slots",
-        expected=BATCH * x.shape[1] * experts.K,
-        rule="C11",
-        seen=slots,
-    )
+    evidence = [f"{slots / assignments - 1:.1%} more than the {assignments} assignments"]
+    for metric, found, expected, seen in (
+        ("padded_slots", slots, experts.E * BATCH * experts.bucket, assignments),
+        ("assignments", int(experts.counts.sum()), BATCH * x.shape[1] * experts.K, slots),
+    ):
+        about = {"expected": expected, "rule": "C11", "seen": seen, "evidence": evidence}
+        row.bound(f"{case}/{metric}", found, "slots", **about)

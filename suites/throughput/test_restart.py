@@ -1,14 +1,14 @@
 """Step 0 of the full-size models in fresh processes: cold against warm start, broken down by cache layer.
 
 Rules C18 and C37. FX graphs and AOTAutograd by their counters, Triton by the code that is written, autotuning by its
-benchmarks; Dynamo traces again in each process, which no cache saves. Lost layers are covered in
-suites/cache/test_layers.py, on a program that is cheap enough to break. Other tests run in parallel with these
-processes. The compiled code is kept on disk for the timed steps of this run.
+benchmarks. Lost layers are covered in suites/cache/test_layers.py. Other tests run in parallel with these processes.
+The compiled code is kept on disk for the timed steps of this run.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,8 +36,7 @@ TOKENS = 4096
 # Seconds of a process: waiting for memory, the import, four billion random weights, the first step.
 LONGEST = 600
 THREADS = "4"  # a model compiles for longer than the lane's other programs
-TOLERANCE = 0.5
-BOUND = "compiler, host"
+TIMED = {"tolerance": 0.5, "bound": "compiler, host"}
 
 
 def started(directory: Path, name: str, policy: str, *claim: str, **environment: str) -> Process:
@@ -65,11 +64,7 @@ def kept(directory: Path) -> None:
 
 @pytest.fixture
 def restart(tmp_path_factory, canaries) -> tuple[Process, list[Process]]:
-    """A cold process, and the warm ones on its caches, the fastest first, in parallel with others.
-
-    Nothing in the lane takes longer than these in sequence, so they do not wait for the other models' memory, and the
-    instruments are checked meanwhile.
-    """
+    """A cold process, and the warm ones on its caches, the fastest first; the instruments are checked meanwhile."""
 
     def make(directory: Path) -> Process:
         own = {"TRITON_CACHE_DIR": str(directory / "triton")}
@@ -128,94 +123,42 @@ def test_restart_searches_and_compiles_nothing(lane: Lane, restart, row) -> None
 
 
 def _report_cold(row, name: str, policy: str, cold: Process) -> None:
-    row.cost(
-        f"throughput/{name}-full-{policy}-{BATCH}x{TOKENS}/cold_first_step_seconds",
-        cold["seconds"],
-        "s",
-        tolerance=TOLERANCE,
-        bound=BOUND,
-        measured=cold["host"],
-        rule="C37",
-        seen=cold["graphs"],
-        evidence=[
-            f"in parallel with other tests; the ops' own kernels, before it: {cold['kernels_seconds']:.1f} s"
-        ],
-    )
+    case = f"throughput/{name}-full-{policy}-{BATCH}x{TOKENS}"
+    before = f"in parallel with other tests; the ops' own kernels, before it: {cold['kernels_seconds']:.1f} s"
+    about = {**TIMED, "rule": "C37", "seen": cold["graphs"], "measured": cold["host"]}
+    row.cost(f"{case}/cold_first_step_seconds", cold["seconds"], "s", evidence=[before], **about)
 
 
 def _report_layers(row, cold: Process, warm: Process) -> None:
     before, after = cold["counts"], warm["counts"]
-    evidence = (
+    evidence = [
         f"cold {before}, {cold['autotunes']} benchmarks",
         f"warm {after}, {warm['autotunes']} benchmarks",
-    )
+    ]
+    count = partial(row.count, rule="C18", evidence=evidence)
     for layer in ("aot", "fx"):
         missed = before[f"{layer}_miss"] or 0
-        row.count(
-            f"{CASE}/{layer}_hits",
-            after[f"{layer}_hit"],
-            expected=missed,
-            rule="C18",
-            seen=missed,
-            evidence=evidence,
-            instruments=("cache",),
-        )
+        hit = after[f"{layer}_hit"]
+        count(f"{CASE}/{layer}_hits", hit, expected=missed, seen=missed, instruments=("cache",))
     # At most the cost of the defect in test_restart_searches_and_compiles_nothing.
     written = new_code(cold, warm)
-    row.cost(
-        f"{CASE}/new_code_files", len(written), "files", rule="C18", seen=cold["code"], evidence=written[:3]
-    )
-    row.cost(
-        f"{CASE}/autotune_benchmarks",
-        warm["autotunes"],
-        "count",
-        rule="C18",
-        seen=cold["autotunes"],
-        evidence=evidence,
-        instruments=("autotune",),
-    )
-    row.count(
-        f"{CASE}/frames_traced_again",
-        warm["frames"],
-        expected=cold["frames"],
-        rule="C18",
-        seen=cold["frames"],
-        evidence=evidence,
-        instruments=("graphs",),
-    )
+    cost = partial(row.cost, rule="C18")
+    cost(f"{CASE}/new_code_files", len(written), "files", seen=cold["code"], evidence=written[:3])
+    about = {"seen": cold["autotunes"], "evidence": evidence, "instruments": ("autotune",)}
+    cost(f"{CASE}/autotune_benchmarks", warm["autotunes"], "count", **about)
+    about = {"expected": cold["frames"], "seen": cold["frames"], "instruments": ("graphs",)}
+    count(f"{CASE}/frames_traced_again", warm["frames"], **about)
 
 
 def _report_seconds(row, cold: Process, warm: list[Process]) -> None:
-    quickest = warm[0]
+    quickest, about = warm[0], {"rule": "C18", "seen": cold["graphs"]}
     for label, process in (("cold", cold), ("warm", quickest)):
-        row.cost(
-            f"{CASE}/{label}_first_step_seconds",
-            seconds(process),
-            "s",
-            tolerance=TOLERANCE,
-            bound=BOUND,
-            measured=process["host"],
-            rule="C18",
-            seen=process["graphs"],
-            evidence=[
-                f"the ops' own kernels {process['kernels_seconds']:.1f} s, then {process['seconds']:.1f} s"
-            ],
-        )
-    row.bound(
-        f"{CASE}/warm_over_cold",
-        ratio(cold, warm),
-        "ratio",
-        at_most=LARGEST_RATIO,
-        rule="C18",
-        seen=cold["counts"]["aot_miss"] or 0,
-        evidence=[f"cold {seconds(cold):.1f} s, warm " + ", ".join(f"{seconds(w):.1f}" for w in warm)],
-    )
-    row.bound(
-        f"{CASE}/loss_difference",
-        abs(cold["loss"] - quickest["loss"]),
-        "nats",
-        expected=0.0,
-        rule="C18",
-        seen=cold["graphs"],
-        evidence=[f"cold {cold['loss']!r}, warm {quickest['loss']!r}"],
-    )
+        spent = f"the ops' own kernels {process['kernels_seconds']:.1f} s, then {process['seconds']:.1f} s"
+        timed = {**TIMED, "rule": "C18", "seen": process["graphs"], "measured": process["host"]}
+        row.cost(f"{CASE}/{label}_first_step_seconds", seconds(process), "s", evidence=[spent], **timed)
+    spent = f"cold {seconds(cold):.1f} s, warm " + ", ".join(f"{seconds(w):.1f}" for w in warm)
+    bound = {"at_most": LARGEST_RATIO, "rule": "C18", "seen": cold["counts"]["aot_miss"] or 0}
+    row.bound(f"{CASE}/warm_over_cold", ratio(cold, warm), "ratio", evidence=[spent], **bound)
+    losses = f"cold {cold['loss']!r}, warm {quickest['loss']!r}"
+    apart = abs(cold["loss"] - quickest["loss"])
+    row.bound(f"{CASE}/loss_difference", apart, "nats", expected=0.0, evidence=[losses], **about)

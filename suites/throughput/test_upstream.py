@@ -27,7 +27,6 @@ from suites.support.gpu_timing import alternately, median
 from suites.support.lanes import Lane, lanes
 from suites.throughput.full_size import (
     BATCH,
-    DEVICE_BOUND,
     HOST_BOUND,
     HOST_TOLERANCE,
     TOLERANCE,
@@ -35,6 +34,8 @@ from suites.throughput.full_size import (
     device_work,
     full_size,
     memory,
+    report_device_time,
+    report_rate,
 )
 
 # Model -> the ops that have a peer where the model calls them, and the peer's package. nam56r's attention has none.
@@ -103,52 +104,25 @@ def test_own_ops_against_their_peers(lane: Lane, name: str, row, exclusive_machi
         ours, peers = alternately((hybrid.step, peers_step), PAIRS[name], WARMUP[name])
         tokens = hybrid.tokens
     assert 0 < loss < 20
-    for which, times in ((own, ours), (case, peers)):
-        timing = median([tokens / ms * 1e3 for ms in times])
-        row.timed(
-            f"{which}/tokens_per_second",
-            timing,
-            "tokens/s",
-            better="higher",
-            tolerance=HOST_TOLERANCE[name],
-            bound=HOST_BOUND[name],
-            rule="C37",
-            seen=called,
-            evidence=[f"host: {anchor_milliseconds():.1f} ms for the anchor's work"],
-        )
-    for which, done in ((own, work), (case, peers_work)):
-        row.cost(
-            f"{which}/device_milliseconds_per_step",
-            done.milliseconds,
-            "ms",
-            tolerance=TOLERANCE["device"],
-            bound=DEVICE_BOUND,
-            rule="C37",
-            seen=done.kernels,
-            evidence=[f"{done.kernels} kernels"],
-        )
-    row.cost(f"{case}/peak_memory_bytes", peak, "bytes", tolerance=TOLERANCE["peak"], rule="C37", seen=called)
-    paired = median([theirs / mine for mine, theirs in zip(ours, peers)])
+    for which, times, done in ((own, ours, work), (case, peers, peers_work)):
+        evidence = [f"host: {anchor_milliseconds():.1f} ms for the anchor's work"]
+        report_rate(row, which, name, median([tokens / ms * 1e3 for ms in times]), called, evidence)
+        report_device_time(row, which, done, f"{done.kernels} kernels")
+    shared = {"rule": "C37", "seen": called}
+    row.cost(f"{case}/peak_memory_bytes", peak, "bytes", tolerance=TOLERANCE["peak"], **shared)
     row.timed(
         f"{case}/speedup_over_upstream",
-        paired,
+        median([theirs / mine for mine, theirs in zip(ours, peers)]),
         "ratio",
         better="higher",
         tolerance=HOST_TOLERANCE[name],
         bound=HOST_BOUND[name],
         at_least=1.0,
-        rule="C37",
-        seen=called,
-        evidence=[
-            f"ours {median(ours).median:.1f} ms, peers {median(peers).median:.1f} ms, step by step in turn"
-        ],
+        evidence=[f"ours {median(ours).median:.1f} ms, peers {median(peers).median:.1f} ms, in turn"],
+        **shared,
     )
+    speedup = peers_work.milliseconds / work.milliseconds
+    evidence = [f"on the device: ours {work.milliseconds:.1f} ms, peers {peers_work.milliseconds:.1f} ms"]
     row.bound(
-        f"{case}/kernels_speedup_over_upstream",
-        peers_work.milliseconds / work.milliseconds,
-        "ratio",
-        at_least=1.0,
-        rule="C37",
-        seen=called,
-        evidence=[f"on the device: ours {work.milliseconds:.1f} ms, peers {peers_work.milliseconds:.1f} ms"],
+        f"{case}/kernels_speedup_over_upstream", speedup, "ratio", at_least=1.0, evidence=evidence, **shared
     )
