@@ -9,12 +9,11 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from launch.contract import PATH, ContractError, section
+from launch.contract import ContractError, section
 from launch.environment import RETRY
 from launch.retry import REASON
 from launch.step import train_step
@@ -42,12 +41,12 @@ class Share:
 ALONE = Share()
 
 
-def device_batch(batch: int, given: Mapping[str, str] = os.environ, path: Path = PATH) -> int:
+def device_batch(batch: int, given: Mapping[str, str] = os.environ) -> int:
     """Rows of `batch` per forward: all, or in a retry after OOM the contract's next smaller size.
 
     Raises ContractError, one line, if there is none, or it does not divide the batch.
     """
-    ladder = section("autofit", lambda table: list(table["device_batches"]["value"]), path)
+    ladder = section("autofit", lambda table: list(table["device_batches"]["value"]))
     if not given.get(RETRY) or given.get(REASON) not in MEMORY:
         return batch
     smaller = max((size for size in ladder if size < batch), default=0)

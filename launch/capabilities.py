@@ -134,9 +134,9 @@ def probe_in_child(forms: Sequence[str] = tuple(GRAPHS), command: Sequence[str] 
     return found
 
 
-def chosen(found: Mapping[str, Seen], path: Path = PATH) -> str:
+def chosen(found: Mapping[str, Seen]) -> str:
     """Return the first of the contract's forms that works here. Raises ContractError if none does."""
-    prefer = section("capability", lambda table: list(table["opaque_kernel"]["prefer"]), path)
+    prefer = section("capability", lambda table: list(table["opaque_kernel"]["prefer"]))
     for form in prefer:
         if found[form].works:
             return form

@@ -182,9 +182,8 @@ class _Running:
         try:
             if self.log:
                 self.log.write(line)
-        except (
-            OSError
-        ) as error:  # the pipe must be read on: the child would fail at its next line, or wait in it
+        except OSError as error:
+            # The pipe must be read on: the child would fail at its next line, or wait in it forever.
             if not self.unlogged:
                 print(f"{self.name}: lines are lost: {self.log.name}: {error.strerror}", file=sys.stderr)
             self.unlogged = True

@@ -100,11 +100,11 @@ def read_parquet(path: Path, dtype: type) -> np.ndarray:
 class TokenFile:
     """A checked token file: `ids` (N,) memory-mapped, `starts` the position of each BOS, `fields` the receipt.
 
-    `path` is the file, or a directory with one receipt. Raises DataError on a wrong size, hash or id, on a file
-    that does not begin with BOS, and on fewer documents than `world` ranks.
+    `path` is the file, or a directory with one receipt. Raises DataError on a wrong size, hash or id, and on a file
+    that does not begin with BOS.
     """
 
-    def __init__(self, path: str | Path, world: int = 1) -> None:
+    def __init__(self, path: str | Path) -> None:
         path = Path(path)
         if path.is_dir():
             receipts = sorted(path.glob("*.json"))
@@ -124,7 +124,7 @@ class TokenFile:
             )
         self.ids = self._read(DTYPES[self.fields["dtype"]])
         self.bos_id, self.vocab_size = self.fields["bos_id"], self.fields["vocab_size"]
-        self.starts = self._scan(world)
+        self.starts = self._scan()
 
     def _read(self, dtype: type) -> np.ndarray:
         if self.path.suffix == ".parquet":
@@ -137,7 +137,7 @@ class TokenFile:
             raise DataError(f"{self.path}: {len(ids)} tokens, the receipt states {self.fields['tokens']}")
         return ids
 
-    def _scan(self, world: int) -> np.ndarray:
+    def _scan(self) -> np.ndarray:
         found = []
         for at in range(0, len(self.ids), CHUNK):
             piece = self.ids[at : at + CHUNK]
@@ -149,8 +149,6 @@ class TokenFile:
             raise DataError(f"{self.path}: no BOS ({self.bos_id}): documents cannot be distinguished")
         if starts[0] != 0:
             raise DataError(f"{self.path}: begins with id {self.ids[0]}, not with BOS ({self.bos_id})")
-        if len(starts) < world:
-            raise DataError(f"{self.path}: {len(starts)} documents for {world} ranks: a rank would have none")
         return starts
 
 
@@ -163,7 +161,7 @@ def receipt(source: object) -> dict[str, Any]:
         known = {name: getattr(source, name) for name in ("vocab_size", "bos_id", "seed")}
         return {"kind": "synthetic", **known}
     if isinstance(source, PackedBatches):
-        packing = {name: source.setup[name] for name in ("batch", "tokens", "seed", "rank", "world")}
+        packing = {name: source.setup[name] for name in ("batch", "tokens", "seed")}
         return {**receipt(source.file), "packing": packing}
     if isinstance(source, TokenFile):
         return {"kind": "tokens", "file": source.path.name, "documents": len(source.starts), **source.fields}
@@ -171,7 +169,7 @@ def receipt(source: object) -> dict[str, Any]:
 
 
 class PackedBatches(Iterator[Tensor]):
-    """Endless batches of rows that begin with BOS, over all documents of a rank in a new order each epoch.
+    """Endless batches of rows that begin with BOS, over all documents in a new order each epoch.
 
     A document longer than a row is cut into pieces, each with its own BOS. A row takes the oldest waiting piece, then
     repeatedly the longest that still fits (best fit). The rest is filled with BOS: documents without a target.
@@ -179,33 +177,27 @@ class PackedBatches(Iterator[Tensor]):
 
     WAITING = 64  # candidate pieces for a row
 
-    def __init__(
-        self, file: TokenFile, batch: int, tokens: int, seed: int, rank: int = 0, world: int = 1
-    ) -> None:
-        if not 0 <= rank < world or batch < 1 or tokens < 2:
-            raise DataError(f"rank {rank} of {world}, batch {batch}, {tokens} tokens a row: out of range")
-        if len(file.starts) < world:
-            raise DataError(
-                f"{file.path}: {len(file.starts)} documents for {world} ranks: a rank would have none"
-            )
+    def __init__(self, file: TokenFile, batch: int, tokens: int, seed: int) -> None:
+        if batch < 1 or tokens < 2:
+            raise DataError(f"batch {batch}, {tokens} tokens a row: out of range")
         self.file = file
-        self.setup = {"batch": batch, "tokens": tokens, "seed": seed, "rank": rank, "world": world}
+        self.setup = {"batch": batch, "tokens": tokens, "seed": seed}
         self.setup["sha256"] = file.fields["sha256"]
         self.batch, self.tokens, self.seed = batch, tokens, seed
-        self.pieces = self._cut(rank, world)
+        self.pieces = self._cut()
         self.counts: Counter[str] = Counter()
         self.epoch, self.cursor, self.waiting = 0, 0, list[int]()
         self.order = self._shuffled()
 
-    def _cut(self, rank: int, world: int) -> list[tuple[int, int]]:
+    def _cut(self) -> list[tuple[int, int]]:
         """Return (first, last) positions of each piece's ids, without its BOS; none for a document of one token."""
         stops = np.append(self.file.starts[1:], len(self.file.ids))
         pieces = []
-        for start, stop in zip(self.file.starts[rank::world].tolist(), stops[rank::world].tolist()):
+        for start, stop in zip(self.file.starts.tolist(), stops.tolist()):
             body = range(start + 1, stop, self.tokens - 1)
             pieces += [(first, min(first + self.tokens - 1, stop)) for first in body]
         if not pieces:
-            raise DataError(f"{self.file.path}: rank {rank} of {world} has no document with a target")
+            raise DataError(f"{self.file.path}: no document has a target")
         return pieces
 
     def _shuffled(self) -> list[int]:
@@ -250,7 +242,7 @@ class PackedBatches(Iterator[Tensor]):
         return {"setup": dict(self.setup), "counts": dict(self.counts), **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state`. Raises DataError if it is of another file, packing, seed or rank."""
+        """Resume from `state`. Raises DataError if it is of another file, packing or seed."""
         for name, value in self.setup.items():
             if state["setup"].get(name) != value:
                 raise DataError(f"cannot resume: {name} was {state['setup'].get(name)}, now it is {value}")

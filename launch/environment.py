@@ -43,14 +43,12 @@ def cache_root(given: Mapping[str, str]) -> Path:
     return shared_root(given) / "runs" / run
 
 
-def child_environment(
-    contract: Contract, given: Mapping[str, str], rank: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Return the environment of a training process: `given`, `rank`'s own variables, and the contract's additions.
+def child_environment(contract: Contract, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a training process: `given` and the contract's additions.
 
     A given value is never overwritten: `check` refuses a wrong one.
     """
-    child = {**given, **(rank or {})}
+    child = {**given}
     for name, folder in contract.cache_folders.items():
         child.setdefault(name, str(cache_root(child) / folder))
     for name, value in expected(contract, child).items():
@@ -172,13 +170,16 @@ def seed_caches(contract: Contract, given: Mapping[str, str] = os.environ) -> in
 def publish_caches(contract: Contract, given: Mapping[str, str] = os.environ) -> int:
     """Copy what a named run compiled to the shared caches -> files copied. Of several ranks only rank 0 calls it.
 
-    Raises CacheError or DiskFull.
+    A failure is one line on stderr: the training is complete and saved.
     """
     copied = 0
-    for shared, own in run_caches(contract, given):
-        with caches.writing(str(shared)):
-            shared.mkdir(parents=True, exist_ok=True)
-        copied += len(caches.sync(own, shared))
+    try:
+        for shared, own in run_caches(contract, given):
+            with caches.writing(str(shared)):
+                shared.mkdir(parents=True, exist_ok=True)
+            copied += len(caches.sync(own, shared))
+    except (caches.CacheError, OSError) as error:
+        print(f"caches not published: {error}", file=sys.stderr)
     return copied
 
 

@@ -1,4 +1,4 @@
-"""What a training leaves: checks before the first step, its checkpoint's file, its log, the caches it publishes.
+"""What a training leaves: checks before the first step, its checkpoint's file, its log.
 
 Standard library only.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from launch import caches, environment
-from launch.contract import Contract, ContractError
+from launch import caches
+from launch.contract import ContractError
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,3 @@ def drop_steps(log: Path, step: int) -> None:
                     f"{log}: line {number} is not a step of a training; use another --log"
                 ) from None
     log.write_text("".join(kept))
-
-
-def publish(contract: Contract) -> int:
-    """Publish a named run's caches -> files copied. A failure is one line: the training is complete and saved."""
-    try:
-        return environment.publish_caches(contract)
-    except (caches.CacheError, OSError) as error:
-        print(f"caches not published: {error}", file=sys.stderr)
-        return 0

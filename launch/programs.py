@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from launch.contract import PATH, Contract, section
+from launch.contract import Contract, section
 from launch.policies import RECURRENT, Backend
 from model import Hybrid
 
@@ -30,9 +29,9 @@ class ProgramBudgetError(RuntimeError):
         )
 
 
-def load_spare(path: Path = PATH) -> int:
+def load_spare() -> int:
     """Read [budget.spare_programs]: programs a run may compile beyond its pattern's. Raises ContractError."""
-    return section("budget", lambda table: int(table["spare_programs"]["value"]), path)
+    return section("budget", lambda table: int(table["spare_programs"]["value"]))
 
 
 def pattern_programs(model: Hybrid, policy: str, contract: Contract) -> int:

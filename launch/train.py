@@ -389,7 +389,7 @@ def train(o: argparse.Namespace) -> None:
         trainer.resume()
     summary = trainer.run(allow_synthetic="smoke" if o.smoke else "")
     if trainer.writes:
-        copied["published"] = outputs.publish(contract)
+        copied["published"] = environment.publish_caches(contract)
         print(json.dumps(summary | {"caches": environment.cache_report(contract) | copied}))
     if ranks is not None:
         del trainer  # DDP must go before its group: see Ranks.leave

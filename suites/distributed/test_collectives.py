@@ -57,7 +57,7 @@ def mismatched(collective: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dumps(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("dumps")
 
 

@@ -90,7 +90,7 @@ def test_failing_rank_ends_training(lane: Lane, fault: str, tmp_path: Path, caps
 
 
 @pytest.fixture(scope="module")
-def results(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def results(lane: Lane, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     """The results of one start of the ranks for the cases without a launcher."""
     place = tmp_path_factory.mktemp("caches")
     slow = {"program": "slow_cache", "seconds": 2.0}

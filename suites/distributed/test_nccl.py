@@ -28,7 +28,7 @@ ABORTED = {"error": "ended with -6"}
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def logs(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 

@@ -28,7 +28,7 @@ PARTS = {"rows": 1, "bias_rate": 1e-9, "pattern": "AE", "steps": 1}
 
 
 @pytest.fixture(scope="module")
-def results(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
+def results(lane: Lane, tmp_path_factory) -> dict[str, list[dict]]:
     """The results of one start of the ranks for all tests of this file."""
     place = str(tmp_path_factory.mktemp("checkpoints"))
     cases: dict[str, dict] = {}

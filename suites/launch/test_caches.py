@@ -277,7 +277,7 @@ def test_sync_copies_only_what_differs(tmp_path: Path) -> None:
     assert (target / "own").read_text() == "of this host"
 
 
-def named_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, Path]]:
+def named_run(folder: Path, monkeypatch) -> list[tuple[Path, Path]]:
     """Name this run, with its caches below `folder` -> (shared, own) directory of each."""
     contract = load()
     for name in contract.cache_folders:
@@ -288,9 +288,7 @@ def named_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path,
     return run_caches(contract)
 
 
-def test_named_run_seeds_and_publishes_its_caches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_named_run_seeds_and_publishes_its_caches(tmp_path: Path, monkeypatch, capsys) -> None:
     """One file is in the shared directory before the run, and one in the run's own, as if it had been compiled."""
     pairs = named_run(tmp_path, monkeypatch)
     for folder in (folder for pair in pairs for folder in pair):
@@ -306,9 +304,7 @@ def test_named_run_seeds_and_publishes_its_caches(
 
 
 @planted("C20", "a target that cannot be written, a source that changes meanwhile")
-def test_sync_refuses_unwritable_target_or_changing_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sync_refuses_unwritable_target_or_changing_source(tmp_path: Path, monkeypatch) -> None:
     source = tree(tmp_path / "source", 1, 3)
     (file := tmp_path / "file").touch()
     for place in (file, Path("/proc"), tmp_path / "missing"):
@@ -326,7 +322,7 @@ def test_sync_refuses_unwritable_target_or_changing_source(
 
 
 @planted("C20", "a temporary file of a compiler that vanishes, a file that another run replaces")
-def test_sync_from_a_cache_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_from_a_cache_in_use(tmp_path: Path, monkeypatch) -> None:
     """Runs without a name compile in the shared cache, from which named runs are seeded."""
     source, target = tree(tmp_path / "source", 1, 3), tmp_path / "target"
     target.mkdir()
@@ -351,9 +347,7 @@ def test_sync_from_a_cache_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @planted("C20", "a shared cache that cannot be written at the end of a training")
-def test_failed_publishing_keeps_the_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_publishing_keeps_the_result(tmp_path: Path, monkeypatch, capsys) -> None:
     for shared, own in named_run(tmp_path, monkeypatch):
         own.mkdir(parents=True)
         shared.write_text("a file in place of the directory")

@@ -107,7 +107,7 @@ def test_child_output_uses_bounded_memory(tmp_path: Path) -> None:
     assert run([python("rank0", program)], seconds=60)["rank0"] == ("a", "b" * (3 * LINE + 5))
 
 
-def test_no_process_outlives_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_outlives_the_call(monkeypatch) -> None:
     """Children that ignore SIGTERM, and one that has ended but left a process holding its pipe."""
     monkeypatch.setattr(children, "GRACE", 2.0)
     leaves = (

@@ -96,11 +96,9 @@ def test_missing_data_parts_are_refused_in_one_line(tmp_path: Path) -> None:
 
     refused(r"0 receipts \(\*\.json\)", lambda: TokenFile(tmp_path))
     path = written(tmp_path, [2, 9, 2, 9])
-    file = TokenFile(path, world=2)
+    file = TokenFile(path)
     assert len(file.starts) == 2
-    refused("2 documents for 3 ranks: a rank would have none", lambda: TokenFile(path, world=3))
-    refused("2 documents for 3 ranks", lambda: PackedBatches(file, 1, 8, 0, rank=0, world=3))
-    refused("rank 2 of 2", lambda: PackedBatches(file, 1, 8, 0, rank=2, world=2))
+    refused("batch 0, 8 tokens a row: out of range", lambda: PackedBatches(file, 0, 8, 0))
     path.with_suffix(".json").write_text("{")
     refused("the receipt is not JSON")
     path.with_suffix(".json").unlink()
@@ -109,7 +107,7 @@ def test_missing_data_parts_are_refused_in_one_line(tmp_path: Path) -> None:
     refused("no such file, though its receipt exists", lambda: TokenFile(tmp_path))
 
 
-def test_chunks_and_wide_token_ids_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_and_wide_token_ids_are_read(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("launch.data.CHUNK", 4)
     assert lengths_file(tmp_path, [3, 10, 4]).starts.tolist() == [0, 3, 13]
     raw = np.array([2, 70_000, 2, 9], np.uint32).tobytes()
@@ -117,7 +115,7 @@ def test_chunks_and_wide_token_ids_are_read(tmp_path: Path, monkeypatch: pytest.
     assert next(PackedBatches(file, 1, 4, 0)).sort().values.tolist() == [[2, 2, 9, 70_000]]
 
 
-def install_pyarrow(monkeypatch: pytest.MonkeyPatch, columns: dict[str, list[np.ndarray]]) -> None:
+def install_pyarrow(monkeypatch, columns: dict[str, list[np.ndarray]]) -> None:
     """Install stubs for the part of pyarrow that the reader calls: a file whose batches hold flat lists of ids."""
 
     def column(ids: np.ndarray) -> SimpleNamespace:
@@ -138,7 +136,7 @@ def install_pyarrow(monkeypatch: pytest.MonkeyPatch, columns: dict[str, list[np.
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
 
 
-def test_parquet_documents_are_read_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_documents_are_read_end_to_end(tmp_path: Path, monkeypatch) -> None:
     path = written(tmp_path, [2, 9, 9, 2, 7], name="t.parquet")
     batches = [np.array([2, 9, 9]), np.array([2, 7])]
     install_pyarrow(monkeypatch, {"tokens": batches})
@@ -252,23 +250,13 @@ def test_synthetic_stream_draws_and_resumes() -> None:
     assert torch.equal(next(again), next(stream))
 
 
-def test_ranks_share_no_document(tmp_path: Path) -> None:
-    file = lengths_file(tmp_path, [4] * 30)
-    seen = []
-    for rank in range(3):
-        stream = PackedBatches(file, 1, 4, seed=0, rank=rank, world=3)
-        seen.append({int(next(stream)[0, 1]) for _ in range(30)})
-    assert [len(ids) for ids in seen] == [10, 10, 10]
-    assert len(set.union(*seen)) == 30
-
-
 @planted("X13", "a generator without a receipt")
 def test_receipts_describe_the_data() -> None:
     file = TokenFile(CORPUS)
     packed = receipt(PackedBatches(file, 4, 64, 0))
     assert packed["kind"] == "tokens"
     assert packed["sha256"] == hashlib.sha256(file.path.read_bytes()).hexdigest()
-    assert packed["packing"] == {"batch": 4, "tokens": 64, "seed": 0, "rank": 0, "world": 1}
+    assert packed["packing"] == {"batch": 4, "tokens": 64, "seed": 0}
     assert receipt(SyntheticBatches(512, 4, 64, 0))["kind"] == "synthetic"
     with pytest.raises(DataError, match="generator is not a checked token file: it has no receipt"):
         receipt(torch.randint(512, (4, 64)) for _ in range(3))
@@ -310,8 +298,8 @@ def test_corpus_writer_detects_a_stale_file(tmp_path: Path) -> None:
 
 @planted("X13", "an empty document among long ones")
 def test_every_row_has_a_target(tmp_path: Path) -> None:
-    """No other piece fits behind an empty document; its row alone would have the loss NaN (a rank, or --rows 1)."""
+    """No other piece fits behind an empty document; its row alone would have the loss NaN (--rows 1)."""
     batches = PackedBatches(lengths_file(tmp_path, [10] * 5 + [1] + [10] * 5), 1, 10, seed=0)
     assert all(bool((next(batches)[0, 1:] != BOS).any()) for _ in range(40))
-    with pytest.raises(DataError, match="rank 0 of 1 has no document with a target"):
+    with pytest.raises(DataError, match="no document has a target"):
         PackedBatches(lengths_file(tmp_path, [1, 1]), 1, 10, seed=0)

@@ -167,7 +167,7 @@ def test_child_environment_overrides_nothing(lane: Lane) -> None:
     assert given.items() <= child.items()
     assert not set(contract.rank_variables) & set(child)
     assert child_environment(contract, child) == child
-    rank = child_environment(contract, given, {"LOCAL_RANK": "0"})
+    rank = child_environment(contract, {**given, "LOCAL_RANK": "0"})
     assert contract.rank_variables.items() <= rank.items()
 
 

@@ -73,7 +73,7 @@ NOT_AT_ONCE = {
     "advice": ("ignore", None, ()),
 }
 
-# A line that is close to each class but does not belong to it.
+# Single lines; "near" has one for each class that does not belong to it.
 LINES = tomllib.loads((ROOT / "fixtures" / "logs" / "lines.toml").read_text())
 NEAR = LINES["near"]
 
@@ -105,14 +105,9 @@ def test_log_corpus_has_no_unclassified_line(row) -> None:
     lines = sum(report.lines for report in reports.values())
     row.count("launch/logs-cpu/unclassified_lines", unknown, expected=0, seen=lines, rule="C26")
     seen = {finding.family.name for finding in findings}
-    row.count(
-        "launch/logs-cpu/classes_seen",
-        len(seen),
-        expected=len(FAMILIES),
-        seen=sum(finding.count for finding in findings),
-        rule="C26",
-        evidence=[f"no line of {name}" for name in NAMES if name not in seen],
-    )
+    about = {"seen": sum(finding.count for finding in findings), "rule": "C26"}
+    about["evidence"] = [f"no line of {name}" for name in NAMES if name not in seen]
+    row.count("launch/logs-cpu/classes_seen", len(seen), expected=len(FAMILIES), **about)
 
 
 def test_every_pattern_has_a_corpus_line() -> None:
@@ -331,9 +326,7 @@ def test_invalid_families_are_refused(old: str, new: str, words: str, tmp_path: 
 
 
 @pytest.fixture
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+def run(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     """Run `bumpgate logs` in this process; return its exit code and output."""
 
     def call(*arguments: str, stdin: str = "") -> tuple[int, str]:

@@ -175,9 +175,7 @@ def recompiles_of(kind: Callable[..., AdamW], device: str) -> DynamoReport:
 
 
 @lanes("cpu")
-def test_python_number_hyperparameters_recompile(
-    lane: Lane, monkeypatch: pytest.MonkeyPatch, canaries
-) -> None:
+def test_python_number_hyperparameters_recompile(lane: Lane, monkeypatch, canaries) -> None:
     """Another learning rate, and another step count, at each of 4 steps."""
     canaries("recompiles")
     assert len(recompiles_of(AdamW, lane.device).recompiles) == 0

@@ -169,6 +169,7 @@ def test_training_past_its_first_steps_is_not_retried(launches: Launches, row) -
     passed(last, last, {})  # without a supervisor: nothing to report, and no error
 
 
+@planted("C25", "a memory error that the run recovered from, before the failure")
 def test_last_traceback_decides_the_failure() -> None:
     trace = [TRACEBACK, '  File "a.py", line 1, in f']
     survived, nan = [*trace, OOM], [*trace, "ArithmeticError: step 9: the loss is nan"]
@@ -273,19 +274,6 @@ def test_retry_command(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(retries, "load_retry", lambda: load_retry(tmp_path / "contract.toml"))
     assert main([*log, "--", "-c", "pass"]) == 3
     assert BEGUN not in os.environ
-
-
-@planted("C25", "a memory error that the run recovered from, before the failure of a rank")
-def test_last_traceback_of_a_rank_decides(launches: Launches) -> None:
-    """torch tags the traceback of a rank that has a process group."""
-    program = f"""
-import torch.distributed as dist
-print({OOM!r}, "recovered", sep=chr(10), flush=True)
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-raise ValueError("no class knows this")
-"""
-    assert launches(recording(program, site=True), ranks=1) == 1
-    assert len(launches.started) == 1, "launched again for an error that was not the cause"
 
 
 @pytest.mark.parametrize("signals", [["HUP"], ["INT"], ["TERM"], ["TERM", "TERM"], ["KILL"]], ids="-".join)

@@ -58,19 +58,7 @@ def test_work_and_memory(lane: Lane, name: str, row, canaries) -> None:
         loss.backward()
     flops = [counter.get_total_flops() for counter in (forward, backward)]
     assert flops[1] > flops[0] > 0, f"{flops} FLOPs forward and backward: a pass was not counted"
-    row.cost(
-        f"throughput/{name}-regional/saved_tensor_bytes",
-        saved,
-        "bytes",
-        tolerance=0.01,
-        rule="C37",
-        seen=calls,
-    )
-    row.cost(
-        f"throughput/{name}-eager/flops",
-        sum(flops),
-        "flop",
-        tolerance=0.001,
-        rule="C37",
-        seen=model.blocks,
-    )
+    about = {"tolerance": 0.01, "rule": "C37", "seen": calls}
+    row.cost(f"throughput/{name}-regional/saved_tensor_bytes", saved, "bytes", **about)
+    about = {"tolerance": 0.001, "rule": "C37", "seen": model.blocks}
+    row.cost(f"throughput/{name}-eager/flops", sum(flops), "flop", **about)
