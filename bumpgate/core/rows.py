@@ -428,6 +428,13 @@ def write_atomic(path: Path, text: str | bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
+def write_output(path: Path, text: str, begins: str) -> None:
+    """Write a text that begins so to a path of the user. Raises BumpgateError on a file that is no earlier output."""
+    if path.is_file() and (old := path.read_bytes()) and not old.startswith(begins.encode()):
+        raise BumpgateError(f"{path}: this file is no earlier output of this command: name another path")
+    write_atomic(path, text)
+
+
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is an int or float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

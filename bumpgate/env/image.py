@@ -11,7 +11,7 @@ import typer
 
 from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import BumpgateError
-from bumpgate.core.rows import write_atomic
+from bumpgate.core.rows import write_output
 from bumpgate.env import store
 from bumpgate.env.lane import LaneContext
 from bumpgate.env.locks import Lock, read_lock
@@ -46,7 +46,8 @@ def command(
     found = read_lock(path)
     script = context.script
     place = out or Path(f"Containerfile.{lane}")
-    write_atomic(place, containerfile(lane, base, path, found, script.relative_to(root) if script else None))
+    text = containerfile(lane, base, path, found, script.relative_to(root) if script else None)
+    write_output(place, text, "# Written by `bumpgate image")
     wheels = [wheel for package in found.packages for wheel in package.wheels]
     absent = sum(store.find(wheel) is None for wheel in wheels)
     build = ["docker", "build", "-f", str(place), "--build-context", f"store={store.store_root()}"]

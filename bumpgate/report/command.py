@@ -8,18 +8,18 @@ from typing import Annotated
 
 import typer
 
-from bumpgate.core.rows import write_atomic
+from bumpgate.core.rows import write_output
 from bumpgate.core.text import printable, redacted
 from bumpgate.gate.evidence import read_judged
 from bumpgate.report import junit, markdown, page
 from bumpgate.report.html_page import html_page
 from bumpgate.report.page import Page
 
-# Option, end of the file's name, and what makes its text.
-FORMATS: tuple[tuple[str, str, Callable[[Page], str]], ...] = (
-    ("html", ".html", html_page),
-    ("junit", ".junit.xml", junit.xml),
-    ("markdown", ".md", markdown.summary),
+# Option, end of the file's name, how its text begins, and what makes it.
+FORMATS: tuple[tuple[str, str, str, Callable[[Page], str]], ...] = (
+    ("html", ".html", "<!DOCTYPE html>", html_page),
+    ("junit", ".junit.xml", "<?xml", junit.xml),
+    ("markdown", ".md", "## ", markdown.summary),
 )
 
 
@@ -43,17 +43,17 @@ def command(
 
 def default_paths(path: Path, folder: Path) -> dict[str, Path]:
     """Return format -> path: gate.html, gate.junit.xml and gate.md of gate.json, in a folder."""
-    return {name: folder / f"{path.stem}{suffix}" for name, suffix, _ in FORMATS}
+    return {name: folder / f"{path.stem}{suffix}" for name, suffix, *_ in FORMATS}
 
 
 def render(path: Path, targets: dict[str, Path]) -> list[Path]:
     """Write each requested format of a record.json or gate.json atomically, and return the paths.
 
     Raises GateFileError or RecordError on an input that is neither, ExtraMissingError if HTML is requested and its
-    libraries are not installed.
+    libraries are not installed, BumpgateError on a path with another file.
     """
     shown = page.of(read_judged(path))
-    texts = {targets[name]: make(shown) for name, _, make in FORMATS if name in targets}
-    for target, text in texts.items():
-        write_atomic(target, printable(redacted(text)))
-    return list(texts)
+    texts = [(targets[name], make(shown), begins) for name, _, begins, make in FORMATS if name in targets]
+    for target, text, begins in texts:
+        write_output(target, printable(redacted(text)), begins)
+    return [target for target, *_ in texts]

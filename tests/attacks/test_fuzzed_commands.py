@@ -49,6 +49,8 @@ RIGHT: dict[str, list[str]] = {
 }  # fmt: skip
 DAMAGE: list[Any] = [None, True, -1, 10**400, 1e308, "", "x", [], [[]], {}, "2026-13-40", "../x", "\x00"]
 FILES = ("gate.json", "record.json", "baselines/cpu.json")
+KEPT = (*FILES, "pyproject.toml", "conftest.py")
+WRITES = {"rebaseline": ["baselines/cpu.json"], "lanes new": ["pyproject.toml"]}
 
 
 def leaves() -> dict[str, list[Any]]:
@@ -133,15 +135,17 @@ def run(line: list[str], output: Path) -> int:
 
 def fault(draw: random.Random, words: str, project: Project) -> str:
     """Run one drawn input of a command -> what is wrong with how it ended, "" if nothing is."""
-    name = draw.choice(FILES)
-    text = (project.root / name).read_text()
+    name, before = draw.choice(FILES), {file: (project.root / file).read_text() for file in KEPT}
     if draw.random() < 0.7:
-        (project.root / name).write_text(damaged(draw, text))
+        (project.root / name).write_text(damaged(draw, before[name]))
     line, output = command_line(draw, words), project.root.parent / "output"
-    try:
-        code = run(line, output)
-    finally:
-        (project.root / name).write_text(text)
+    given = {file: (project.root / file).read_text() for file in KEPT}
+    code = run(line, output)
+    written = [file for file in KEPT if (project.root / file).read_text() != given[file]]
+    for file, text in before.items():
+        (project.root / file).write_text(text)
+    if written and written != WRITES.get(words):
+        return f"bumpgate {line!r} wrote {written}"
     printed = output.read_text(errors="replace")
     if code == STOPPED:
         return ""

@@ -362,3 +362,14 @@ def test_summary_escapes_hostile_markup() -> None:
 def test_summary_counts_the_rows_of_a_finding(rows: tuple[str, ...], words: str) -> None:
     finding = Finding(Decision.HOLD, "CHANGED", "graph_breaks", "a break", rows, (), (), "")
     assert f"<b>CHANGED graph_breaks</b> ({words})" in markdown._finding(finding)
+
+
+@pytest.mark.parametrize("option", ["--html", "--junit", "--markdown"])
+def test_report_replaces_earlier_reports_alone(option: str, tmp_path: Path, monkeypatch) -> None:
+    gate = held(tmp_path)
+    reviewed, report = tmp_path / "cpu.json", tmp_path / "report"
+    reviewed.write_text("{}\n")
+    assert bumpgate(monkeypatch, "report", str(gate), option, str(reviewed)) == 4
+    assert reviewed.read_text() == "{}\n"
+    for _ in range(2):
+        assert bumpgate(monkeypatch, "report", str(gate), option, str(report)) == 0
