@@ -31,8 +31,8 @@ from bumpgate.core.text import some
 from bumpgate.env.build import Environment
 from bumpgate.env.compiled import COPIES
 from bumpgate.env.packages import lock_variables
-from bumpgate.gate.duet import run_duet, shares
 from bumpgate.gate.environments import ROUNDS, TEST_SECONDS
+from bumpgate.gate.pairing import run_duet, shares
 from bumpgate.gate.plan import SessionPlan, SessionRule, plan_for
 from bumpgate.gate.sequential import decide, estimate, summarise
 from bumpgate.gate.timed import Sessions, reading

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 import signal
@@ -14,48 +15,56 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from packaging.markers import InvalidMarker, Marker, UndefinedEnvironmentName
 from packaging.utils import canonicalize_name
 from rich.console import Console
 
 from bumpgate.core import accepted, lanes
 from bumpgate.core.baseline import find_root
-from bumpgate.core.errors import BumpgateError, ExtraMissingError
-from bumpgate.core.findings import NO_REGRESSION, Decision
+from bumpgate.core.errors import BumpgateError, ExtraMissingError, one_line
+from bumpgate.core.findings import Decision
 from bumpgate.core.gate_file import GateFile
-from bumpgate.core.rows import Record
+from bumpgate.core.rows import write_atomic
 from bumpgate.core.text import redacted
 from bumpgate.env.cached import Disk
+from bumpgate.env.lane import LaneContext
 from bumpgate.env.mirror import copies
-from bumpgate.gate import drift, metrics, state
+from bumpgate.env.store import sha256_of
+from bumpgate.gate import drift, state
 from bumpgate.gate.environments import EnvSpec, environments, keep_locks, requests
 from bumpgate.gate.evidence import read_judged
-from bumpgate.gate.materiality import variants
 from bumpgate.gate.measure import other_packages, run_gate
-from bumpgate.gate.options import (
-    FAST,
-    GateConfig,
-    GateError,
-    RunOptions,
-    file_digest,
-    require_combination,
-    require_usable,
-    selected_gpus,
-)
 from bumpgate.gate.plan import SessionPlan, plan_for
 from bumpgate.gate.runner import Bench
-from bumpgate.gate.state import Gate, SideState
-from bumpgate.gate.view import View, cut, findings_text
+from bumpgate.gate.state import FAST, Gate, GateConfig, GateError, SideState
+from bumpgate.gate.view import View, findings_text, notes
 from bumpgate.history import adoptions
-from bumpgate.process.gpu_shares import divide, own_cores
+from bumpgate.process.child import require_syntax
+from bumpgate.process.file_transaction import ADOPTION, interrupted
+from bumpgate.process.gpu_shares import divide, own_cores, requested
+from bumpgate.process.host import gpu_models
 from bumpgate.process.locks import device_lock
 from bumpgate.process.runner import absolute, installed
-from bumpgate.process.tree_digest import Binding, bind, sources_in
+from bumpgate.process.tree_digest import GENERATED, Binding, bind, sources_in
 from bumpgate.table import part_of_lane
 
 INTERRUPTED = 130
+# Options that the gate sets itself; passing them twice would change the two runs.
+OURS = ("-m", "--record", "--gate", "--launcher")
 Texts = list[str] | None
 T = TypeVar("T")
-EQUAL_OUTCOMES = tuple(outcome.value for outcome in NO_REGRESSION)
+# The test of --command, for projects without pytest tests; bumpgate/plugin/metrics.py runs it and reads its output.
+TEST = '''"""Written by `bumpgate gate --command`."""
+
+import pytest
+
+from bumpgate.plugin.metrics import report
+
+
+@pytest.mark.{lane}
+def test_command(row, exclusive_machine):
+    report(row, {command!r})
+'''
 
 
 def command(
@@ -67,8 +76,6 @@ def command(
     ] = "",
     python_adopted: Annotated[str, typer.Option(help="Adopted side: this interpreter, unchanged.")] = "",
     python_candidate: Annotated[str, typer.Option(help="Candidate side: this interpreter, unchanged.")] = "",
-    python_good: Annotated[str, typer.Option(hidden=True)] = "",
-    python_bad: Annotated[str, typer.Option(hidden=True)] = "",
     python_anchor: Annotated[str, typer.Option(help="Anchor side: this interpreter, unchanged.")] = "",
     without: Annotated[
         Texts, typer.Option(help="A kernel wheel that these lack on purpose; repeatable.")
@@ -93,63 +100,97 @@ def command(
 
     Exit codes: 0 ADOPT, 1 HOLD, 125 UNKNOWN, 4 bad input, 130 interrupted (--resume continues).
     """
-    require_combination(shell, selection, fast)
-    if budget is not None and not budget >= 0:
-        raise BumpgateError(f"--budget: must be a number of minutes of at least 0, got {budget:g}")
+    for wrong, message in (
+        (
+            shell is not None and not shell.strip(),
+            "--command: the command is empty; an unset variable of the shell?",
+        ),
+        (shell and selection, "--command and a pytest selection: use one, not both"),
+        (shell and fast, "--command and --fast: a command has no fast part; leave --fast out"),
+        (
+            budget is not None and not budget >= 0,
+            f"--budget: must be a number of minutes of at least 0, got {budget or 0:g}",
+        ),
+    ):
+        if wrong:
+            raise BumpgateError(message)
+    is_file = candidate.endswith(".whl") and Path(candidate).expanduser().is_file()
     config = GateConfig(
         lane=lane,
         candidate=candidate,
         adopted=adopted,
         anchor=_adopted_a_month_ago(lane) if anchor == "history" else anchor,
-        python_adopted=absolute(python_adopted or python_good),
-        python_candidate=absolute(python_candidate or python_bad),
+        python_adopted=absolute(python_adopted),
+        python_candidate=absolute(python_candidate),
         python_anchor=absolute(python_anchor),
         sessions=sessions,
-        selection=(metrics.test_path(lane, shell),)
-        if shell
-        else (*([FAST] if fast else []), *(selection or ())),
-        candidate_file=file_digest(candidate),
+        selection=(test_path(lane, shell),) if shell else (*([FAST] if fast else []), *(selection or ())),
+        candidate_file=sha256_of(Path(candidate).expanduser()) if is_file else "",
         without=tuple(sorted({str(canonicalize_name(name)) for name in without or ()})),
         command=shell or "",
     )
     links = (*(find_links or ()), *copies(store or ()))
-    how = RunOptions(
-        out=out, budget=budget, gpus=gpus, resume=resume, fresh=fresh, index=index, find_links=links
-    )
-    _run(config, how)
+    _run(config, out, budget, gpus, resume, fresh, index, links)
 
 
-def _run(config: GateConfig, how: RunOptions) -> None:
+def _run(
+    config: GateConfig,
+    out: Path | None,
+    budget: float | None,
+    gpus: str,
+    resume: bool,
+    fresh: bool,
+    index: str | None,
+    links: Sequence[str],
+) -> None:
     """Run or resume a gate, print its verdict, and exit with its code."""
     root = find_root(Path.cwd())
-    require_usable(config, root)
+    _require_usable(config, root)
     lane = lanes.require(root, config.lane)
-    chosen = selected_gpus(how.gpus, lane)
-    place = (
-        how.out or root / "build" / "gate" / f"{lane.name}-{_slug(redacted(config.candidate) or 'python')}"
-    )
-    if not (place / state.NAME).exists() and (own := sources_in(root, place)):
-        raise BumpgateError(
-            f"--out {place} holds sources of the work tree ({own[0]}): choose a folder without sources"
-        )
-    place.mkdir(parents=True, exist_ok=True)
+    chosen = _selected_gpus(gpus, lane)
+    place = _folder(config, root, out)
     view = View(Console(stderr=True))
     signal.signal(signal.SIGTERM, _interrupt)
-    requests(config, root, how)  # bad input is refused before the wait for the device
+    wanted = requests(config, root, index, links)  # bad input is refused before the wait for the device
     try:
         with device_lock(lane, view.say, chosen):
-            gate, earlier = _measured(config, how, root, place, view, chosen)
+            if config.command:
+                write_test(root, lane.name, config.command)
+            plan = plan_for(config.sessions, lane.slow_modes, lane.device, lane.margins)
+            gate = begin(config, plan, place, resume, bind(root, place))
+            earlier = _judged_before(gate, root, place)
+            specs = environments(config, root, view, wanted, new=not resume)
+            if earlier and not gate.undecided:
+                _check_packages(gate, specs, root)
+            else:
+                keep_locks(specs, place)
+                now = time.monotonic()
+                bench = Bench(
+                    config=config,
+                    root=root,
+                    out=place,
+                    environments=specs,
+                    view=view,
+                    plan=plan,
+                    recent=_of_history(adoptions.recent),
+                    oldest=_of_history(adoptions.oldest),
+                    today=accepted.today(),
+                    started=now - gate.wall_seconds,
+                    deadline=float("inf") if budget is None else now + 60 * budget,
+                    tree=lambda: bind(root, place),
+                    fresh=fresh,
+                    shares=divide(chosen, lane.count, own_cores()),
+                )
+                gate, earlier = run_gate(bench, gate), None
     except KeyboardInterrupt:
         view.say(f"interrupted; results so far are saved. Resume with: {_resume_line()}")
         raise typer.Exit(INTERRUPTED) from None
     except OSError as error:
-        where = error.filename or place
-        view.say(
-            f"bumpgate: {where}: {error.strerror}; results so far are saved. Resume with: {_resume_line()}"
-        )
+        where = f"{error.filename or place}: {error.strerror}"
+        view.say(f"bumpgate: {where}; results so far are saved. Resume with: {_resume_line()}")
         raise typer.Exit(Decision.UNKNOWN.value) from None
     found = earlier or gate.file(place)
-    _show(found, place, again=earlier is not None)
+    show(found, place, again=earlier is not None)
     if gate.undecided:
         view.say(f"the budget ended before every timed row was decided. Resume with: {_resume_line()}")
     if not (found.gaps() or config.selection):
@@ -157,57 +198,19 @@ def _run(config: GateConfig, how: RunOptions) -> None:
     raise typer.Exit(found.decision.value)
 
 
-def _measured(
-    config: GateConfig, how: RunOptions, root: Path, place: Path, view: View, gpus: Sequence[str]
-) -> tuple[Gate, GateFile | None]:
-    """Return the finished gate, and its file if it had finished before this command."""
-    if config.command:
-        metrics.write_test(root, config.lane, config.command)
-    lane = lanes.require(root, config.lane)
-    plan = plan_for(config.sessions, lane.slow_modes, lane.device, lane.margins)
-    gate = _begin(config, plan, place, how.resume, bind(root, place))
-    earlier: Record | GateFile | None = None
-    if gate.finished:
-        earlier = read_judged(place / state.NAME)
-        _refuse_lapsed(gate, root, place)
-    specs = environments(config, root, view, how)
-    if isinstance(earlier, GateFile) and not gate.undecided:
-        _check_packages(gate, specs, root)
-        return gate, earlier
-    keep_locks(specs, place)
-    now = time.monotonic()
-    bench = Bench(
-        config=config,
-        root=root,
-        out=place,
-        environments=specs,
-        view=view,
-        plan=plan,
-        recent=_of_history(adoptions.recent),
-        oldest=_of_history(adoptions.oldest),
-        today=accepted.today(),
-        started=now - gate.wall_seconds,
-        deadline=now + 60 * how.budget if how.budget is not None else float("inf"),
-        tree=lambda: bind(root, place),
-        fresh=how.fresh,
-        shares=divide(gpus, lane.count, own_cores()),
-    )
-    return run_gate(bench, gate), None
+def _folder(config: GateConfig, root: Path, out: Path | None) -> Path:
+    """Return the folder of the gate, made. Raises BumpgateError if it holds sources of the work tree."""
+    name = re.sub(r"[^A-Za-z0-9.+-]+", "-", redacted(config.candidate) or "python").strip("-")
+    place = out or root / "build" / "gate" / f"{config.lane}-{name}"
+    if not (place / state.NAME).exists() and (own := sources_in(root, place)):
+        raise BumpgateError(
+            f"--out {place} holds sources of the work tree ({own[0]}): choose a folder without sources"
+        )
+    place.mkdir(parents=True, exist_ok=True)
+    return place
 
 
-def _adoption(config: GateConfig, found: GateFile, path: Path) -> str:
-    """Return the command that adopts the candidate of a gate."""
-    words = ["bumpgate", "adopt", str(path)]
-    if config.python_candidate:
-        words += ["--candidate", f"torch=={found.candidate.packages.get('torch', 'X')}"]
-        words += [
-            w for name in config.without if name not in found.candidate.wheels for w in ("--without", name)
-        ]
-    holds = found.decision is not Decision.ADOPT
-    return shlex.join(words) + " --reviewed ROW --reason TEXT, for each intended change" * holds
-
-
-def _begin(config: GateConfig, plan: SessionPlan, out: Path, resume: bool, now: Binding) -> Gate:
+def begin(config: GateConfig, plan: SessionPlan, out: Path, resume: bool, now: Binding) -> Gate:
     """Create a gate, or load the one in `out`. Raises GateError if that one has other options or inputs."""
     found = state.read(out, plan)
     if found is None or (found.finished and not resume):
@@ -217,7 +220,11 @@ def _begin(config: GateConfig, plan: SessionPlan, out: Path, resume: bool, now: 
     where = out / state.NAME
     if not resume:
         raise GateError(f"{where} is of an unfinished gate: continue it with --resume, or name another --out")
-    names = [n for n in vars(config) if _kept(getattr(config, n)) != _kept(getattr(found.config, n))]
+
+    def written(options: GateConfig, name: str) -> str:
+        return redacted(str(getattr(options, name)))
+
+    names = [name for name in vars(config) if written(config, name) != written(found.config, name)]
     if names:
         names = [n for n in names if n != "selection" or "command" not in names]  # a command selects its test
         raise GateError(f"{where} is of another gate (other {', '.join(names)}): name another --out")
@@ -227,16 +234,15 @@ def _begin(config: GateConfig, plan: SessionPlan, out: Path, resume: bool, now: 
     return replace(found, config=config)
 
 
-def _kept(option: object) -> str:
-    """Return an option as gate.json keeps it, for a comparison."""
-    return redacted(str(option))
-
-
-def _refuse_lapsed(gate: Gate, root: Path, out: Path) -> None:
-    """Raise GateError if a finished gate used an acceptance that has expired since."""
+def _judged_before(gate: Gate, root: Path, out: Path) -> GateFile | None:
+    """Return the file of a gate that had finished. Raises GateError if an acceptance has expired since."""
+    if not gate.finished:
+        return None
+    found = read_judged(out / state.NAME)
     entries = accepted.load(root / "baselines" / accepted.FILE)
     if lapsed := accepted.lapsed(entries, gate.config.lane, gate.started, accepted.today()):
         raise GateError(f"{out / state.NAME} is stale ({'; '.join(lapsed)}): gate again, in another --out")
+    return found if isinstance(found, GateFile) else None
 
 
 def _check_packages(gate: Gate, specs: Mapping[str, EnvSpec], root: Path) -> None:
@@ -250,54 +256,101 @@ def _check_packages(gate: Gate, specs: Mapping[str, EnvSpec], root: Path) -> Non
                 raise other_packages(name, before, after)
 
 
-def _show(gate: GateFile, out: Path, *, again: bool) -> None:
-    """Print the findings and a one-line summary. again: the gate had finished before this command."""
+def show(gate: GateFile, out: Path, *, again: bool) -> None:
+    """Print the findings, the notes and a one-line summary. again: the gate had finished before this command."""
     console = Console()
     findings_text(gate.findings, console)
-    lines = [f"moved: {line}" for line in cut(gate.moved)]
-    lines += [note] if (note := other_variant(gate)) else []
-    lines += [f"acceptance: {line}" for line in gate.accepted]
-    adopted = gate.adopted.record.provenance if gate.adopted.record else {}
-    lines += [f"margin: {line}" for line in adopted.get("margins", ())]
-    lines += [explained(gate)] if gate.decision is Decision.UNKNOWN else []
-    parts = [f"{gate.decision.name}: {gate.candidate.name} against {gate.adopted.name}, lane {gate.lane}"]
-    parts += [
-        f"{len(gate.findings)} finding{'s' * (len(gate.findings) != 1)}",
+    number = len(gate.findings)
+    parts = [
+        f"{gate.decision.name}: {gate.candidate.name} against {gate.adopted.name}, lane {gate.lane}",
+        f"{number} finding{'s' * (number != 1)}",
         f"{gate.wall_seconds / 60:.1f} min",
+        part_of_lane(gate.adopted.record.provenance.get("part") if gate.adopted.record else None),
+        f"an earlier verdict, started {gate.started}; nothing was measured now" if again else "",
+        str(out / state.NAME),
     ]
-    part = part_of_lane(adopted.get("part"))
-    parts += [part] if part else []
-    parts += [f"an earlier verdict, started {gate.started}; nothing was measured now"] if again else []
-    for line in [*lines, "; ".join([*parts, str(out / state.NAME)])]:
+    for line in [*notes(gate), "; ".join(filter(None, parts))]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def other_variant(gate: GateFile) -> str:
-    """Return a note if the sides run different variants of torch, such as +cpu and +cu130; "" otherwise."""
-    sides = [s.record.provenance.get("torch") if s.record else None for s in (gate.adopted, gate.candidate)]
-    if not (labels := variants(*sides)):
-        return ""
-    return (
-        f"note: {sides[0]} and {sides[1]} are different variants: times of imports and compile caches, and memory,"
-        f' include this difference. Compare one variant: --index URL, --candidate "torch==X+{labels[0]}"'
-    )
+def _adoption(config: GateConfig, found: GateFile, path: Path) -> str:
+    """Return the command that adopts the candidate of a gate."""
+    words = ["bumpgate", "adopt", str(path)]
+    if config.python_candidate:
+        words += ["--candidate", f"torch=={found.candidate.packages.get('torch', 'X')}"]
+        lacking = (name for name in config.without if name not in found.candidate.wheels)
+        words += [word for name in lacking for word in ("--without", name)]
+    holds = found.decision is not Decision.ADOPT
+    return shlex.join(words) + " --reviewed ROW --reason TEXT, for each intended change" * holds
 
 
-def explained(gate: GateFile) -> str:
-    """Return what an UNKNOWN gate knows, in one sentence: what is equal, and what lacks data for which reason."""
-    rows = [
-        {j.row.id for j in s.record.judgements} if s.record else set() for s in (gate.adopted, gate.candidate)
-    ]
-    gaps = [f for f in gate.findings if f.decision is Decision.UNKNOWN]
-    decided = (rows[0] & rows[1]) - {row for f in gaps for row in f.rows}
-    other = {row for f in gate.findings for row in f.rows if f.label not in EQUAL_OUTCOMES} & decided
-    compared = f"{len(decided) - len(other)} of {len(decided)} decided rows are equal"
-    parts = [f"nothing was found against the candidate: {compared if decided else 'no row was decided'}"]
-    for f in gaps:
-        number = len(f.rows)
-        what = f"{number} row{'s lack' if number != 1 else ' lacks'} data: " if f.rows else ""
-        parts.append(what + (f.head or f.cause))
-    return "; ".join(cut(parts))
+def _require_usable(config: GateConfig, root: Path) -> None:
+    """Validate the options. Raises BumpgateError (one line)."""
+    if cut := interrupted(root):
+        end = "undo" if cut.kind == ADOPTION else "finish"
+        fix = f"{end} it with: bumpgate rollback {cut.lane} --adoption"
+        raise BumpgateError(f"{cut} was cut short here: {fix}")
+    lanes.require(root, config.lane)
+    if bool(config.candidate) == bool(config.python_candidate):
+        raise BumpgateError("name the candidate: --candidate 'torch==X', or --python-candidate PATH")
+    _require_candidate(config.candidate)
+    for name, (python, requirement) in config.requests.items():
+        if requirement and python:
+            raise BumpgateError(f"--{name} cannot be combined with an interpreter for it")
+    if config.without and not any(python for python, _ in config.requests.values()):
+        fix = "name one, or leave it out"
+        raise BumpgateError(f"--without is for interpreters (--python-candidate PATH): {fix}")
+    if config.fast and (older := config.anchor or config.python_anchor):
+        raise BumpgateError(f"--fast and the anchor {older}: a fast gate measures no drift; leave one out")
+    LaneContext(root, config.lane).require_kernel_wheels(config.without)
+    try:
+        plan_for(config.sessions)
+    except ValueError as error:
+        raise BumpgateError(f"--sessions: {error}") from None
+    for before, part in zip(("", *config.selection), () if config.command else config.selection):
+        option, path = part.split("=")[0], part.split("::")[0]
+        if option in OURS:
+            raise BumpgateError(f"{option} is set by the gate: leave it out of the selection")
+        if not part.startswith("-") and not before.startswith("-") and not (root / path).exists():
+            raise BumpgateError(f"the selection names {path}, which does not exist")
+
+
+def _require_candidate(text: str) -> None:
+    """Raise GateError on a candidate that names no package, no file, or nothing for this Python."""
+    if re.fullmatch(r"\d[\w.+]*", text):
+        raise GateError(f"--candidate {text} names no package: --candidate torch=={text}")
+    if text.endswith(".whl") and "://" not in text and not Path(text).expanduser().is_file():
+        raise GateError(f"--candidate {text}: no such file")
+    marker = text.partition(";")[2].strip()
+    try:
+        fits = not marker or Marker(marker).evaluate()
+    except (InvalidMarker, UndefinedEnvironmentName) as error:
+        raise GateError(f"--candidate {text}: {one_line(error)}") from None
+    if not fits:
+        raise GateError(f"--candidate {text}: its marker excludes this Python; leave it out")
+
+
+def _selected_gpus(text: str, lane: lanes.Lane) -> list[str]:
+    """Return the GPUs of --gpus; empty without the option. Raises BumpgateError."""
+    if text and lane.device != "cuda":
+        raise BumpgateError(f"--gpus {text}: lane {lane.name} runs on {lane.device}; leave the option out")
+    return requested(text, lane.count, len(gpu_models()))
+
+
+def test_path(lane: str, command: str) -> str:
+    """Return the path of the generated test of a command below the root, where its node id holds on both sides.
+
+    Each command has its own, so that gates of several commands can run at the same time.
+    """
+    return f"{GENERATED}{lane}_{hashlib.sha256(command.encode()).hexdigest()[:12]}.py"
+
+
+def write_test(root: Path, lane: str, command: str) -> None:
+    """Write the generated test of a command. Raises BumpgateError (one line) if the shell cannot parse it."""
+    require_syntax(command)
+    path = root / test_path(lane, command)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, TEST.format(lane=lane, command=command))
 
 
 def _of_history(read: Callable[..., Mapping[str, T]]) -> Callable[..., Mapping[str, T]]:
@@ -314,15 +367,13 @@ def _of_history(read: Callable[..., Mapping[str, T]]) -> Callable[..., Mapping[s
 
 def _adopted_a_month_ago(lane: str) -> str:
     """Return the requirement for `--anchor history`; "", with a notice, if the history has no adopted build."""
-    found = adoptions.adopted(lane)
-    day = drift.anchor([day for day, _ in found], accepted.today())
+    found = dict(adoptions.adopted(lane))
+    day = drift.anchor(found, accepted.today())
     if day is None:
-        typer.echo(
-            f"--anchor history: the history has no adopted build of lane {lane} yet: no drift is measured",
-            err=True,
-        )
+        none = f"the history has no adopted build of lane {lane} yet: no drift is measured"
+        typer.echo(f"--anchor history: {none}", err=True)
         return ""
-    return f"torch=={dict(found)[day]}"
+    return f"torch=={found[day]}"
 
 
 def _resume_line() -> str:
@@ -333,7 +384,3 @@ def _resume_line() -> str:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.+-]+", "-", text).strip("-")

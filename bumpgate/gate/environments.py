@@ -20,7 +20,7 @@ from bumpgate.env.lane import LaneContext, lane_request
 from bumpgate.env.locks import file_digests
 from bumpgate.env.packages import lock_variables
 from bumpgate.env.request import Request
-from bumpgate.gate.options import GateConfig, GateError, RunOptions
+from bumpgate.gate.state import GateConfig, GateError
 from bumpgate.gate.view import View
 from bumpgate.process.tree_digest import Binding
 from bumpgate.wheels import fitting as wheels
@@ -44,12 +44,15 @@ def side_name(title: str, candidate: str, packages: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """Interpreter of a side. variables: env_vars of its compile caches. more: independent copies, for timed tests.
+    """Interpreter of a side, with its compile caches.
 
+    variables: env_vars of its first pair of compile caches.
     failure: why the interpreter is missing.
-    command: rebuilds the environment, or investigates why it could not be built. lock: its resolved lock.
-    artifacts: package -> sha256 of its files there.
+    command: rebuilds the environment, or investigates why it could not be built.
+    lock: its resolved lock.
+    more: env_vars of independent further pairs, for timed tests.
     wheels: of an interpreter without a lock, the digest of the files of each kernel wheel.
+    artifacts: package -> sha256 of its files in the lock.
     """
 
     python: Path
@@ -66,9 +69,9 @@ class EnvSpec:
         """Return the variables that name the folders of its first pair of compile caches."""
         return {name: folder for name, folder in self.variables.items() if CACHE.fullmatch(name)}
 
-    def empty_caches(self, folder: Path) -> dict[str, str]:
-        """Return the env_vars of empty compile caches in a folder."""
-        return {name: str(folder / name) for name in self.cache_folders}
+    def caches(self, pair: int) -> Mapping[str, str]:
+        """Return the env_vars of one pair of compile caches."""
+        return (self.variables, *self.more)[pair]
 
     def mark_filled(self, pair: int, tree: Binding | None) -> None:
         """Note next to a pair of compile caches that this work tree has filled them."""
@@ -82,46 +85,46 @@ class EnvSpec:
         return mark.is_file() and mark.read_text(encoding="utf-8") == (tree.tree if tree else "")
 
     def _mark(self, pair: int) -> Path:
-        return (
-            Path(self.caches(pair).get("TORCHINDUCTOR_CACHE_DIR", "/nonexistent/inductor")).parent / "filled"
-        )
-
-    def caches(self, pair: int) -> Mapping[str, str]:
-        """Return the env_vars of one pair of compile caches."""
-        return (self.variables, *self.more)[pair]
+        inductor = self.caches(pair).get("TORCHINDUCTOR_CACHE_DIR", "/nonexistent/inductor")
+        return Path(inductor).parent / "filled"
 
 
-def environments(config: GateConfig, root: Path, view: View, how: RunOptions) -> dict[str, EnvSpec]:
+def environments(
+    config: GateConfig, root: Path, view: View, wanted: Mapping[str, Sequence[Request]], *, new: bool
+) -> dict[str, EnvSpec]:
     """Return an environment for each side. A side that cannot be built has its `failure` set.
 
+    wanted: side -> its requests, of `requests`.
+    new: the gate is not resumed.
     Raises GateError if an interpreter of the user lacks a kernel wheel that `--without` does not name.
     """
-    wanted = requests(config, root, how)
     return {
         name: _of_set(name, wanted[name], root, config.lane, view)
         if name in wanted
-        else _of_interpreter(name, python, root, config, new=not how.resume)
+        else _of_interpreter(name, python, root, config, new=new)
         for name, (python, _) in config.requests.items()
     }
 
 
-def requests(config: GateConfig, root: Path, how: RunOptions) -> dict[str, list[Request]]:
+def requests(
+    config: GateConfig, root: Path, index: str | None, find_links: Sequence[str]
+) -> dict[str, list[Request]]:
     """Return side -> the requests of its set, the first that can be built counts. Raises BumpgateError on bad input.
 
     A candidate of torch is requested in the adopted variant first, such as 2.15.0+cpu.
     """
-    if how.index is not None and not re.match(r"(https?|file)://.", how.index):
-        raise GateError(f"--index {redacted(how.index)}: must be a URL such as https://HOST/index")
-    sources: dict[str, Any] = {"index": how.index, "find_links": how.find_links}
+    if index is not None and not re.match(r"(https?|file)://.", index):
+        raise GateError(f"--index {redacted(index)}: must be a URL such as https://HOST/index")
     lock = LaneContext(root, config.lane).lock
-    texts = {
-        name: [*same_variant(text, lock.versions.get("torch", "") if lock else ""), text]
+    adopted = lock.versions.get("torch", "") if lock else ""
+    sources: dict[str, Any] = {"index": index, "find_links": tuple(find_links)}
+    return {
+        name: [
+            lane_request(root, config.lane, each or None, **sources)
+            for each in (*same_variant(text, adopted), text)
+        ]
         for name, (python, text) in config.requests.items()
         if not python
-    }
-    return {
-        name: [lane_request(root, config.lane, text or None, **sources) for text in both]
-        for name, both in texts.items()
     }
 
 
@@ -136,14 +139,25 @@ def same_variant(requirement: str, adopted: str) -> list[str]:
 
 
 def _of_interpreter(name: str, python: str, root: Path, config: GateConfig, *, new: bool) -> EnvSpec:
-    """Return the environment of an interpreter of the user. new: its gate is not resumed."""
-    listing = f"{shlex.quote(python)} -m pip list"
+    """Return the environment of an interpreter of the user. new: its gate is not resumed.
+
+    Raises GateError if it lacks kernel wheels of the lane that `--without` does not name: an environment that was
+    prepared badly would be judged without the rows of its peers.
+    """
+    quoted = shlex.quote(python)
+    listing = f"{quoted} -m pip list"
     try:
         lane = LaneContext(root, config.lane)
         absent, contents = wheels.missing(lane, Path(python)), wheels.contents(lane, Path(python))
     except BumpgateError as error:
         return EnvSpec(Path(), {}, one_line(error), listing)
-    _refuse_unprepared(config, python, absent)
+    if unnamed := [package for package in absent if package not in config.without]:
+        options = " ".join(f"--without {package}" for package in unnamed)
+        raise GateError(
+            f"{python} lacks {', '.join(unnamed)} of lane {config.lane}: install them"
+            f" (bumpgate wheels plan --lane {config.lane} --python {quoted} lists which fit),"
+            f" or add, if that is intended: {options}"
+        )
     lacking = wheels.variables({each: f"{why} (--without)" for each, why in absent.items()})
     key = compiled.HANDED_IN + hashlib.sha256(python.encode()).hexdigest()[:16]
     own = {**lock_variables(None), **lacking, **compiled.bytecode(key, name, new=new)}
@@ -157,10 +171,9 @@ def _of_set(name: str, wanted: Sequence[Request], root: Path, lane: str, view: V
         with view.doing(f"{name}: building its environment"):
             request, made = _first(wanted, view)
             fitted = wheels.fit(LaneContext(root, lane), request, made, request.find_links, view.say)
-    except BuildError as error:
-        return EnvSpec(Path(), {}, one_line(error), f"less {shlex.quote(str(error.log))}")
     except BumpgateError as error:
-        return EnvSpec(Path(), {}, one_line(error), "bumpgate doctor")
+        log = f"less {shlex.quote(str(error.log))}" if isinstance(error, BuildError) else "bumpgate doctor"
+        return EnvSpec(Path(), {}, one_line(error), log)
     made = fitted.environment
     own = {**lock_variables(made.lock), **wheels.variables(fitted.absent)}
     first, *more = ({**c, **own} for c in compiled.copies(made.key, name))
@@ -174,31 +187,15 @@ def _first(wanted: Sequence[Request], view: View) -> tuple[Request, Environment]
         try:
             return request, build(request, say=view.say)
         except NotInstallable:
-            view.say(
-                f"no index has {request.title}: another variant is compared (--index URL names one that has it)"
-            )
+            other = "another variant is compared (--index URL names one that has it)"
+            view.say(f"no index has {request.title}: {other}")
     return wanted[-1], build(wanted[-1], say=view.say)
-
-
-def _refuse_unprepared(config: GateConfig, python: str, absent: Mapping[str, str]) -> None:
-    """Raise GateError if an interpreter lacks kernel wheels of the lane that `--without` does not name.
-
-    Otherwise an environment that was prepared badly would be judged without the rows of its peers.
-    """
-    unnamed = [package for package in absent if package not in config.without]
-    if unnamed:
-        options = " ".join(f"--without {package}" for package in unnamed)
-        raise GateError(
-            f"{python} lacks {', '.join(unnamed)} of lane {config.lane}: install them"
-            f" (bumpgate wheels plan --lane {config.lane} --python {shlex.quote(python)} lists which fit),"
-            f" or add, if that is intended: {options}"
-        )
 
 
 def keep_locks(specs: Mapping[str, EnvSpec], out: Path) -> None:
     """Keep the resolved lock next to gate.json: `bumpgate adopt` needs it when the environment is gone."""
     for name, spec in specs.items():
-        (out / f"{name}.pylock.toml").unlink(missing_ok=True)
+        kept = out / f"{name}.pylock.toml"
+        kept.unlink(missing_ok=True)
         if spec.lock:
-            kept = redacted(spec.lock.read_text(encoding="utf-8"))
-            (out / f"{name}.pylock.toml").write_text(kept, encoding="utf-8")
+            kept.write_text(redacted(spec.lock.read_text(encoding="utf-8")), encoding="utf-8")

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from bumpgate.core import accepted
 from bumpgate.core.errors import one_line
-from bumpgate.core.rows import Record, read_record, write_record
+from bumpgate.core.rows import Record
 from bumpgate.core.text import some
 from bumpgate.env.freeze import changes
 from bumpgate.gate import adopted_run_cache, drift, evidence
 from bumpgate.gate.environments import ROUNDS, SIDES, side_name
 from bumpgate.gate.evidence import sides_of
 from bumpgate.gate.interim import Interim, certain_findings, first_answer
-from bumpgate.gate.options import GateError
 from bumpgate.gate.pairing import TimedRuns
 from bumpgate.gate.remeasure import read_again, spoiled_again
 from bumpgate.gate.runner import Bench
-from bumpgate.gate.state import NAME, Gate, Inputs
+from bumpgate.gate.state import NAME, Gate, GateError, Inputs
 from bumpgate.gate.timed import Sessions, timed_rows
 from bumpgate.gate.verdict import small_changes
 from bumpgate.process.host import host_class
@@ -38,7 +38,7 @@ def run_gate(bench: Bench, gate: Gate) -> Gate:
     if not gate.failed:
         for names in bench.groups([name for name in SIDES if gate.sides[name].canaries is None]):
             gate = bench.save(canaries(bench, gate, names))
-        gate = recall(bench, gate)
+        gate = adopted_run_cache.recall(bench, gate)
         for names in bench.groups([name for name in SIDES if not gate.sides[name].measured]):
             gate = bench.save(measure(bench, gate, names))
         if gate.paired is None and not bench.config.fast:
@@ -78,29 +78,23 @@ def enter(bench: Bench, gate: Gate) -> Gate:
 
 def _enter_side(bench: Bench, gate: Gate, name: str) -> tuple[Gate, str]:
     """Return the gate with a side's packages, and why its environment does not start; "" if it does."""
-    side, spec = gate.sides[name], bench.environments[name]
-    side = replace(side, command=spec.command, python="" if spec.failure else str(spec.python))
-    failure = spec.failure
+    side, spec, failure = gate.sides[name], bench.environments[name], bench.environments[name].failure
+    found: dict[str, Any] = {}
     if not failure:
         with bench.view.doing(f"{name}: importing torch"):
-            found = installed(spec.python, bench.root, bench.config.lane, spec.variables)
-        failure = found.failure
+            there = installed(spec.python, bench.root, bench.config.lane, spec.variables)
+        failure = there.failure
         if not failure:
-            then = (side.packages, side.git_version, side.wheels)
-            for was, now in zip(then, (found.packages, found.git_version, spec.wheels)):
-                if side.packages and was != now:
-                    raise other_packages(name, was, now)
-            side = replace(
-                side,
-                packages=dict(found.packages),
-                git_version=dict(found.git_version),
-                wheels=dict(spec.wheels),
-                artifacts=dict(spec.artifacts),
-            )
+            found = {"packages": there.packages, "git_version": there.git_version, "wheels": spec.wheels}
+            for field, now in found.items():
+                if side.packages and getattr(side, field) != now:
+                    raise other_packages(name, getattr(side, field), now)
+            found["artifacts"] = spec.artifacts
+    python = "" if spec.failure else str(spec.python)
+    found = {field: {**x} for field, x in found.items()}
+    side = replace(side, command=spec.command, python=python, **found)
     side = replace(side, name=side_name(name, bench.config.candidate, side.packages))
-    if not side.measured:
-        side = replace(side, failure=failure)
-    return gate.with_side(name, side), failure
+    return gate.with_side(name, side if side.measured else replace(side, failure=failure)), failure
 
 
 def canaries(bench: Bench, gate: Gate, names: Sequence[str]) -> Gate:
@@ -108,9 +102,9 @@ def canaries(bench: Bench, gate: Gate, names: Sequence[str]) -> Gate:
     folder = bench.lane.canaries
     if not folder or not (bench.root / folder).exists():
         # A lane without canaries verifies each row's instrument in the row's own process.
-        reason = f"no {folder} in this tree, so no instrument is verified"
+        failed = {"canaries": f"no {folder} in this tree, so no instrument is verified"} if folder else {}
         for name in names:
-            gate = gate.changed(name, canaries={"canaries": reason} if folder else {})
+            gate = gate.changed(name, canaries=failed)
         return gate
     for name, run in bench.run_sides(names, "canaries", [folder], "canaries-{}.json").items():
         gate = gate.changed(name, canaries=_failed_canaries(bench, name, run))
@@ -137,10 +131,16 @@ def _failed_canaries(bench: Bench, name: str, run: LaneRun) -> dict[str, str]:
 def measure(bench: Bench, gate: Gate, names: Sequence[str]) -> Gate:
     """Run the selection once per side. Raises GateError if pytest rejects it in the adopted environment."""
     variables = {"BUMPGATE_ROUNDS": str(ROUNDS), **bench.tiers(gate)}
-    with _interim(bench, gate, names).watching():
-        runs = bench.run_sides(
-            names, "counts and numerics", bench.config.selection, "{}.json", env_vars=variables
-        )
+    interim = Interim(
+        lane=bench.config.lane,
+        sides=sides_of(gate, _records(bench, gate)),
+        records={n: bench.out / f"{n}.json" for n in SIDES if n in names or gate.sides[n].record},
+        started=bench.started,
+        say=bench.view.say,
+        again=not bench.config.fast,
+    )
+    with interim.watching():
+        runs = bench.run_sides(names, "counts and numerics", bench.config.selection, "{}.json", variables)
     if "adopted" in runs and runs["adopted"].code == USAGE:
         # Nothing is measured yet, so there is nothing to resume.
         (bench.out / NAME).unlink()
@@ -149,96 +149,32 @@ def measure(bench: Bench, gate: Gate, names: Sequence[str]) -> Gate:
         gate = gate.changed(name, measured=True, failure=run.failure)
         bench.environments[name].mark_filled(0, gate.binding)
         if run.record:
-            path = bench.out / f"{name}.json"
             record = spoiled_again(bench, gate, name, run.record)
-            gate = gate.changed(name, record=path.name)
+            gate = gate.changed(name, record=f"{name}.json")
             bench.view.say(f"{name}: {summary(record)}")
             if name == "adopted" and not run.failure:
-                _keep(bench, gate, record)
+                adopted_run_cache.keep(bench, gate, record)
         if run.failure:
             bench.view.say(f"{name}: {run.failure} (log: {run.log})")
     return gate
 
 
-def _keep(bench: Bench, gate: Gate, record: Record) -> None:
-    now = bench.tree()
-    edited = bool(gate.binding and now and gate.binding.differences(now))
-    if (key := _cache_key(bench, gate)) and not edited:
-        caches = bench.environments["adopted"].cache_folders.values()
-        adopted_run_cache.save(key, record, bench.out / "adopted.json", caches)
-
-
-def recall(bench: Bench, gate: Gate) -> Gate:
-    """Take the adopted side's rows from a cached run of the same tree, packages and host, if there is one."""
-    key = _cache_key(bench, gate)
-    usable = key and not (gate.sides["adopted"].measured or bench.fresh)
-    found = adopted_run_cache.find(key) if usable else None
-    if found is None:
-        return gate
-    path, started = found
-    record = read_record(path)
-    write_record(
-        bench.out / "adopted.json",
-        record.provenance,
-        record.judgements,
-        complete=True,
-        problems=record.problems,
-        tests=record.tests,
-    )
-    bench.view.say(f"adopted: {summary(record)}")
-    bench.view.say(f"  its run of {started}: same tree, packages and host (--fresh runs it again)")
-    return bench.save(gate.changed("adopted", kept=started, measured=True, record="adopted.json"))
-
-
-def _cache_key(bench: Bench, gate: Gate) -> str:
-    """Return the key of the adopted side's run; "" if its rows may depend on more than can be recorded.
-
-    A user's interpreter can change while its versions stay.
-    """
-    side, config, tree = gate.sides["adopted"], bench.config, gate.binding
-    if bench.environments["adopted"].lock is None or tree is None:
-        return ""
-    entries = accepted.load(bench.root / "baselines" / accepted.FILE)
-    return adopted_run_cache.key(
-        lane=config.lane,
-        selection=config.selection,
-        command=config.command,
-        without=config.without,
-        variables={
-            "rounds": ROUNDS,
-            **bench.tiers(gate),
-            **adopted_run_cache.variables(bench.root, tree.files),
-        },
-        tree=tree.tree,
-        bumpgate=tree.bumpgate,
-        # The cached rows are judged by the acceptances that hold today.
-        accepted=sorted(repr(a) for a in entries if a.lane == config.lane and not a.expired(bench.today)),
-        python=side.python,
-        packages=side.packages,
-        git_version=side.git_version,
-        host=gate.host,
-        gpus=[len(s.gpus) for s in bench.halves(["adopted"])[0]],
-    )
-
-
 def pair(bench: Bench, gate: Gate) -> Gate:
     """Run the sessions with the adopted build, then those with the anchor, if any; none of a fast gate."""
-    if bench.config.fast:
-        return gate
     adopted, candidate = (bench.record(gate, name) for name in SIDES)
-    if adopted is None or candidate is None or gate.failed:
+    if bench.config.fast or adopted is None or candidate is None or gate.failed:
         return gate
-    paired = gate.paired
-    if paired is None:
+    if gate.paired is None:
         pairs = 1 + min(len(bench.environments[name].more) for name in SIDES)
-        paired = Sessions(timed_rows(adopted, candidate), bench.plan, bench.plan.budget, cache_pairs=pairs)
-        gate = replace(gate, paired=paired)
+        rows = timed_rows(adopted, candidate)
+        gate = replace(gate, paired=Sessions(rows, bench.plan, bench.plan.budget, cache_pairs=pairs))
+    assert gate.paired
     timed = TimedRuns(bench, gate, bench.options(gate))
-    timed.warm(paired)
-    timed.sessions(paired, "adopted")
+    timed.warm(gate.paired)
+    timed.sessions(gate.paired, "adopted")
     if "anchor" in gate.sides and not gate.sides["anchor"].failure:
         if gate.drifted is None:
-            gate = bench.save(replace(gate, drifted=Sessions(paired.tests, None, drift.SESSIONS)))
+            gate = bench.save(replace(gate, drifted=Sessions(gate.paired.tests, None, drift.SESSIONS)))
         assert gate.drifted is not None
         replace(timed, gate=gate).sessions(gate.drifted, "anchor")
     return gate
@@ -255,28 +191,14 @@ def show_first_answer(bench: Bench, gate: Gate) -> Gate:
     return bench.save(replace(gate, findings=tuple(found)))
 
 
-def _interim(bench: Bench, gate: Gate, running: Sequence[str]) -> Interim:
-    """Return a comparison of the records that these running sides, and those measured before, have so far."""
-    there = [name for name in SIDES if name in running or gate.sides[name].record]
-    return Interim(
-        lane=bench.config.lane,
-        sides=sides_of(gate, _records(bench, gate)),
-        records={name: bench.out / f"{name}.json" for name in there},
-        started=bench.started,
-        say=bench.view.say,
-        again=not bench.config.fast,
-    )
-
-
 def judge(bench: Bench, gate: Gate) -> Gate:
     """Compute the decision and its findings from all measurements."""
     lane, rows = bench.config.lane, list(gate.paired.log_ratios) if gate.paired else []
+    entries = accepted.load(bench.root / "baselines" / accepted.FILE)
     inputs = Inputs(
         plan=bench.plan,
         today=bench.today,
-        acceptances=tuple(
-            a for a in accepted.load(bench.root / "baselines" / accepted.FILE) if a.lane == lane
-        ),
+        acceptances=tuple(a for a in entries if a.lane == lane),
         readings=bench.recent(lane, rows, drift.HISTORY_DAYS) if rows else {},
         tree=tuple(gate.binding.differences(now)) if gate.binding and (now := bench.tree()) else (),
     )

@@ -104,7 +104,10 @@ def read_again(bench: Bench, gate: Gate) -> Gate:
                 "bounds-{}.json",
                 env_vars={"BUMPGATE_ROUNDS": str(ROUNDS)},
                 # On filled caches a time that includes a compilation would pass whatever the build.
-                by_side={name: bench.environments[name].empty_caches(Path(folder) / name) for name in group},
+                by_side={
+                    name: {x: str(Path(folder, name, x)) for x in bench.environments[name].cache_folders}
+                    for name in group
+                },
             )
         for name, run in runs.items():
             if run.record and run.record.complete:

@@ -14,9 +14,8 @@ from bumpgate.core import lanes
 from bumpgate.core.rows import Record, read_record
 from bumpgate.gate.drift import Oldest, Recent
 from bumpgate.gate.environments import SIDES, EnvSpec
-from bumpgate.gate.options import GateConfig
 from bumpgate.gate.plan import SessionPlan
-from bumpgate.gate.state import Gate
+from bumpgate.gate.state import Gate, GateConfig
 from bumpgate.gate.view import View
 from bumpgate.process.gpu_shares import GpuShare, merged, parts
 from bumpgate.process.host import cpu_workers
@@ -83,9 +82,8 @@ class Bench:
 
     def groups(self, names: Sequence[str]) -> list[list[str]]:
         """Group the sides that run at once: all of them on CPU or with a share each, one at a time on one device."""
-        if names and (self.lane.device == "cpu" or len(self.shares) >= len(names)):
-            return [list(names)]
-        return [[name] for name in names]
+        at_once = self.lane.device == "cpu" or len(self.shares) >= len(names)
+        return [list(names)] if names and at_once else [[name] for name in names]
 
     def shares_of(self, number: int) -> list[list[GpuShare]]:
         """Return the shares of the machine for each of `number` lanes that run at once; none if it is not divided."""
@@ -111,10 +109,10 @@ class Bench:
         record: file name, with {} for the side.
         by_side: env_vars of one side alone.
         """
-        more = {WORKERS: str(cpu_workers(len(names)))} if len(names) > 1 else {}
+        workers = {WORKERS: str(cpu_workers(len(names)))} if len(names) > 1 else {}
         calls = []
         for name, own in zip(names, self.halves(names)):
-            variables = {**more, **env_vars, **by_side.get(name, {})}
+            variables = {**workers, **env_vars, **by_side.get(name, {})}
             share = merged(own) if own else None
             calls.append(self.call(name, selection, record.format(name), 0, variables, share))
         return dict(zip(names, self.run_calls(names, what, calls)))
@@ -134,14 +132,10 @@ class Bench:
         share: None for the machine.
         """
         spec = self.environments[name]
-        environment = {**spec.caches(pair), **(share.variables() if share else {}), **env_vars}
+        variables = {**spec.caches(pair), **(share.variables() if share else {}), **env_vars}
+        path = self.out / record
         return LaneCall(
-            spec.python,
-            self.root,
-            self.config.lane,
-            selection,
-            record=self.out / record,
-            environment=environment,
+            spec.python, self.root, self.config.lane, selection, record=path, environment=variables
         )
 
     def run_calls(

@@ -1,7 +1,7 @@
-"""gate.json: the measurements of a gate so far and, when it has finished, its verdict.
+"""State of a gate, and gate.json: its options, its measurements so far and, when it has finished, its verdict.
 
-It is written atomically after every step, so a killed gate leaves a valid file: UNKNOWN, not finished, with all that
-`--resume` needs. Readers of a finished gate use bumpgate.core.gate_file.
+The file is written atomically after every step, so a killed gate leaves a valid file: UNKNOWN, not finished, with all
+that `--resume` needs. Readers of a finished gate use bumpgate.core.gate_file.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from typing import Any
 
 from bumpgate.core import gate_file
 from bumpgate.core.accepted import Acceptance
-from bumpgate.core.errors import one_line
+from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.findings import Decision, DriftReading, Finding
 from bumpgate.core.gate_file import GATE_SCHEMA, GateFile
 from bumpgate.core.rows import write_atomic
 from bumpgate.core.text import redacted
 from bumpgate.env.freeze import changes
 from bumpgate.gate.drift import Drift
-from bumpgate.gate.options import GateConfig, GateError
 from bumpgate.gate.plan import SessionPlan, plan_of
 from bumpgate.gate.sequential import Timed, estimate
 from bumpgate.gate.timed import Sessions
@@ -33,20 +32,73 @@ from bumpgate.process.tree_digest import Binding
 NAME = "gate.json"
 # Fields from which the verdict follows.
 EVIDENCE = ("lane", "config", "host", "started", "binding", "sides", "sessions", "anchor", "inputs")
+# The option of pytest that selects the part of a lane that a fast gate measures.
+FAST = "--fast"
+# Options and fields of gate.json, which are lists there.
+LISTS = ("selection", "without")
+
+
+class GateError(BumpgateError):
+    """Gate that cannot be started or resumed. One line: the reason and the fix."""
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """What a gate measures; `--resume` requires the same. Interpreters and requirements as the user wrote them.
+
+    candidate_file: sha256 of a candidate that is a wheel file; its version alone may stand for several builds.
+    adopted: a requirement that changes the adopted set.
+    anchor: the older build that is paired with the candidate, too.
+    python_*: interpreters instead of requirements.
+    sessions: the maximum; None for the plan's.
+    selection: of pytest.
+    without: kernel wheels that an interpreter of the user lacks on purpose.
+    command: prints metrics, in place of the pytest selection.
+    """
+
+    lane: str
+    candidate: str = ""
+    adopted: str = ""
+    anchor: str = ""
+    python_adopted: str = ""
+    python_candidate: str = ""
+    python_anchor: str = ""
+    sessions: int | None = None
+    selection: tuple[str, ...] = ()
+    candidate_file: str = ""
+    without: tuple[str, ...] = ()
+    command: str = ""
+
+    @property
+    def fast(self) -> bool:
+        """Whether only tests of a few seconds run, without paired sessions: an early answer that cannot adopt."""
+        return FAST in self.selection
+
+    @property
+    def requests(self) -> dict[str, tuple[str, str]]:
+        """Return side -> its interpreter and its requirement, of which the user named one at most."""
+        found = {
+            "adopted": (self.python_adopted, self.adopted),
+            "candidate": (self.python_candidate, self.candidate),
+            "anchor": (self.python_anchor, self.anchor),
+        }
+        return {name: pair for name, pair in found.items() if name != "anchor" or any(pair)}
 
 
 @dataclass(frozen=True)
 class SideState:
-    """State of one environment. canaries: None until they have run. measured: its one run has finished.
+    """State of one environment.
 
+    canaries: name -> reason of the failed ones; None until they have run.
+    measured: its one run has finished.
     record: a file next to gate.json; None if the run left none.
     command: rebuilds the environment.
     python: its interpreter.
-    artifacts: package -> sha256 of its files in the resolved lock; empty without a lock.
     kept: start of the earlier run that the record is from (bumpgate.gate.adopted_run_cache), "" for none.
     wheels: of an interpreter of the user, the digest of the files of each kernel wheel: one version may be built for
         several versions of torch.
     read_again: its times outside of a bound have been read once more (bumpgate.gate.remeasure).
+    artifacts: package -> sha256 of its files in the resolved lock; empty without a lock.
     """
 
     name: str = ""
@@ -66,14 +118,9 @@ class SideState:
     def equals(self, other: SideState) -> bool:
         """Whether both have the same packages: versions, commits, kernel wheels, and files where locks name them."""
         mine, its = self.artifacts, other.artifacts
-        same = (self.packages, self.git_version, self.wheels) == (
-            other.packages,
-            other.git_version,
-            other.wheels,
-        )
-        return (
-            bool(self.packages) and same and not any({*mine[n]}.isdisjoint(its[n]) for n in mine.keys() & its)
-        )
+        same = all(getattr(self, n) == getattr(other, n) for n in ("packages", "git_version", "wheels"))
+        other_files = any({*mine[n]}.isdisjoint(its[n]) for n in mine.keys() & its)
+        return bool(self.packages) and same and not other_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +164,16 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Gate:
-    """State of a gate. sides: adopted, candidate, and anchor if one is paired. wall_seconds: over all resumes.
+    """State of a gate.
 
+    wall_seconds: over all resumes.
+    sides: adopted, candidate, and anchor if one is paired.
     paired: sessions of the candidate with the adopted build; None until the timed rows are known.
-    drifted: the same with the anchor. drifts: of each row the first drift that is not accepted, else the last accepted
-    one. accepted: one line per acceptance that was used or has expired.
-    host: the class of the machine, which must not change. binding: the work tree that it measures.
+    drifted: the same with the anchor.
+    drifts: of each row the first drift that is not accepted, else the last accepted one.
+    accepted: one line per acceptance that was used or has expired.
+    host: the class of the machine, which must not change.
+    binding: the work tree that it measures.
     inputs: of its verdict; None until it is judged.
     """
 
@@ -204,9 +255,7 @@ class Gate:
             },
             "accepted": list(self.accepted),
             "moved": self.moved,
-            "inputs": json.loads(json.dumps(asdict(self.inputs), default=date.isoformat))
-            if self.inputs
-            else None,
+            "inputs": self.inputs and json.loads(json.dumps(asdict(self.inputs), default=date.isoformat)),
         }
 
 
@@ -245,11 +294,8 @@ def parse(path: Path, raw: dict[str, Any], plan: SessionPlan | None = None) -> G
         if raw["schema"] != GATE_SCHEMA:
             raise ValueError(f"schema {raw['schema']!r}, this bumpgate reads {GATE_SCHEMA}")
         inputs = Inputs.from_json(raw["inputs"]) if raw["inputs"] else None
-        plan = plan or (inputs.plan if inputs else None)
-        lists = {name: tuple(raw["config"].get(name, ())) for name in ("selection", "without")}
-        config = GateConfig(**raw["config"] | lists)
         return Gate(
-            config,
+            GateConfig(**raw["config"] | {name: tuple(raw["config"].get(name, ())) for name in LISTS}),
             raw["started"],
             raw["command"],
             wall_seconds=raw["wall_seconds"],
@@ -257,8 +303,8 @@ def parse(path: Path, raw: dict[str, Any], plan: SessionPlan | None = None) -> G
             decision=Decision[raw["decision"]],
             host=raw["host"],
             binding=Binding.from_json(raw["binding"]) if raw["binding"] else None,
-            sides={name: SideState(**raw["sides"][name]) for name in raw["sides"]},
-            paired=_read_sessions(raw["sessions"], plan),
+            sides={name: SideState(**side) for name, side in raw["sides"].items()},
+            paired=_read_sessions(raw["sessions"], plan or (inputs.plan if inputs else None)),
             drifted=_read_sessions(raw["anchor"], None),
             inputs=inputs,
         )
@@ -269,10 +315,14 @@ def parse(path: Path, raw: dict[str, Any], plan: SessionPlan | None = None) -> G
 
 def _timed(t: Timed | None, log_ratios: list[float]) -> dict[str, Any]:
     """Convert one timed row to JSON. `t` is None before the verdict."""
+
+    def finite(x: float) -> float | None:
+        return x if math.isfinite(x) else None
+
     return {
         "outcome": t.outcome.value if t else "INCONCLUSIVE",
-        "ratio": _finite(t.ratio) if t else None,
-        "interval": [_finite(x) for x in t.interval] if t else [None, None],
+        "ratio": finite(t.ratio) if t else None,
+        "interval": [finite(x) for x in t.interval] if t else [None, None],
         "sessions": len(log_ratios),
         "p": t.p if t else None,
         "slow": list(t.slow) if t else [0, 0],
@@ -280,17 +330,12 @@ def _timed(t: Timed | None, log_ratios: list[float]) -> dict[str, Any]:
     }
 
 
-def _finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None
-
-
 def _sessions(sessions: Sessions | None) -> dict[str, Any] | None:
     """Convert sessions to JSON. readings: the estimate per row, which the history keeps for sessions with an anchor."""
     if sessions is None:
         return None
-    return sessions.to_json() | {
-        "readings": {row: estimate(x) for row, x in sessions.log_ratios.items() if x}
-    }
+    readings = {row: estimate(x) for row, x in sessions.log_ratios.items() if x}
+    return sessions.to_json() | {"readings": readings}
 
 
 def _read_sessions(raw: Any, plan: SessionPlan | None) -> Sessions | None:

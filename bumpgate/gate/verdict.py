@@ -57,9 +57,8 @@ from bumpgate.gate.compare_rows import (
 )
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.materiality import OF_VARIANT, material_time, other_device, plausible
-from bumpgate.gate.options import FAST
 from bumpgate.gate.sequential import Timed
-from bumpgate.gate.state import Gate
+from bumpgate.gate.state import FAST, Gate
 from bumpgate.gate.timed import Sessions
 from bumpgate.process.runner import by_hand
 from bumpgate.table import part_of_lane

@@ -9,11 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bumpgate.core.findings import Decision, Finding, TimedOutcome
-from bumpgate.gate.timed import Sessions
+from bumpgate.core.findings import NO_REGRESSION, Decision, Finding
+from bumpgate.core.gate_file import GateFile
+from bumpgate.gate.materiality import variants
 
 STYLE = {Decision.HOLD: "bold red", Decision.UNKNOWN: "yellow", Decision.ADOPT: "green"}
 SHOWN_LINES = 6
+EQUAL_OUTCOMES = tuple(outcome.value for outcome in NO_REGRESSION)
 
 
 class View:
@@ -36,40 +38,24 @@ class View:
             yield lambda text: status.update(Text(text))
 
 
-def session_line(sessions: Sessions) -> str:
-    """Format the progress of the sessions: `8 sessions of at most 32; 2 of 3 rows open`."""
-    rows, still = len(sessions.tests), len(sessions.open_rows())
-    return f"{sessions.started} sessions of at most {sessions.limit}; {still} of {rows} rows open"
-
-
-def timed_line(outcomes: Sequence[TimedOutcome], sessions: Sessions) -> str:
-    """`timed rows after 12 sessions: 2 SAME, 1 SLOWER`, and why a time was last lost, if any."""
-    counts = [f"{outcomes.count(o)} {o.value}" for o in TimedOutcome if o in outcomes]
-    line = f"timed rows after {sessions.started} sessions: {', '.join(counts) or 'none'}"
-    return f"{line}; last lost: {sessions.lost}" if sessions.lost else line
-
-
 def findings_text(findings: Sequence[Finding], console: Console) -> None:
     """Print the findings: a table on a terminal, else blocks of unbroken lines, so that a log can be searched."""
     if console.is_terminal:
         console.print(_table(findings))
         return
     for f in findings:
-        console.print(_block(f), markup=False, highlight=False, soft_wrap=True)
+        lines = [f"{f.decision.name:<8} {f.cause}"]
+        lines += [f"{'':<8} row {row}" for row in cut(f.rows)]
+        lines += [f"{'':<8} adopted:   {line}" for line in cut(f.adopted)]
+        lines += [f"{'':<8} candidate: {line}" for line in cut(f.candidate)]
+        lines += [f"{'':<8} -> {f.repro}"] if f.repro else []
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def cut(lines: Sequence[str]) -> list[str]:
     """Return the first SHOWN_LINES lines, and the count of the others."""
     more = len(lines) - SHOWN_LINES
     return [*lines[:SHOWN_LINES], *([f"... and {more} more in gate.json"] if more > 0 else [])]
-
-
-def _block(f: Finding) -> str:
-    lines = [f"{f.decision.name:<8} {f.cause}"]
-    lines += [f"{'':<8} row {row}" for row in cut(f.rows)]
-    lines += [f"{'':<8} adopted:   {line}" for line in cut(f.adopted)]
-    lines += [f"{'':<8} candidate: {line}" for line in cut(f.candidate)]
-    return "\n".join([*lines, f"{'':<8} -> {f.repro}"] if f.repro else lines)
 
 
 def _table(findings: Sequence[Finding]) -> Table:
@@ -83,3 +69,43 @@ def _table(findings: Sequence[Finding]) -> Table:
         sides = (Text("\n".join(cut(side))) for side in (f.adopted, f.candidate))
         table.add_row(Text(f.decision.name, style=STYLE[f.decision]), what, *sides)
     return table
+
+
+def notes(gate: GateFile) -> list[str]:
+    """Return the lines below the findings: moved packages, variants, acceptances, margins, and what is missing."""
+    provenance = [s.record.provenance if s.record else {} for s in (gate.adopted, gate.candidate)]
+    variant = other_variant(*(str(p.get("torch")) for p in provenance))
+    return [
+        *(f"moved: {line}" for line in cut(gate.moved)),
+        *([variant] if variant else []),
+        *(f"acceptance: {line}" for line in gate.accepted),
+        *(f"margin: {line}" for line in provenance[0].get("margins", ())),
+        *([explained(gate)] if gate.decision is Decision.UNKNOWN else []),
+    ]
+
+
+def other_variant(adopted: str, candidate: str) -> str:
+    """Return a note if these are different variants of torch, such as +cpu and +cu130; "" otherwise."""
+    if not (labels := variants(adopted, candidate)):
+        return ""
+    return (
+        f"note: {adopted} and {candidate} are different variants: times of imports and compile caches, and memory,"
+        f' include this difference. Compare one variant: --index URL, --candidate "torch==X+{labels[0]}"'
+    )
+
+
+def explained(gate: GateFile) -> str:
+    """Return what an UNKNOWN gate knows, in one sentence: what is equal, and what lacks data for which reason."""
+    adopted, candidate = (
+        {j.row.id for j in s.record.judgements} if s.record else set() for s in (gate.adopted, gate.candidate)
+    )
+    gaps = [f for f in gate.findings if f.decision is Decision.UNKNOWN]
+    decided = (adopted & candidate) - {row for f in gaps for row in f.rows}
+    other = {row for f in gate.findings for row in f.rows if f.label not in EQUAL_OUTCOMES} & decided
+    compared = f"{len(decided) - len(other)} of {len(decided)} decided rows are equal"
+    parts = [f"nothing was found against the candidate: {compared if decided else 'no row was decided'}"]
+    for f in gaps:
+        number = len(f.rows)
+        what = f"{number} row{'s lack' if number != 1 else ' lacks'} data: " if f.rows else ""
+        parts.append(what + (f.head or f.cause))
+    return "; ".join(cut(parts))

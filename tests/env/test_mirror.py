@@ -20,10 +20,9 @@ import pytest
 
 from bumpgate.core.errors import BumpgateError
 from bumpgate.env.mirror import Mirror, mirror_root
-from bumpgate.env.request import RUNNING
+from bumpgate.env.request import RUNNING, Request
 from bumpgate.env.store import SUMS, sha256_of
 from bumpgate.gate import command as gate
-from bumpgate.gate.options import RunOptions
 from tests.env.conftest import Run
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
 from tests.support.loopback import Loopback
@@ -242,8 +241,10 @@ def test_bisect_and_gate_install_mirrored_nights(
     code, out, _ = run("bisect", "--store", store, "--find-links", str(tmp_path / "required"), *ends, *judge)
     assert (code, "first bad   torch 2.15.0.dev20261103" in out) == (0, True)
 
-    def places(config: object, root: object, view: object, how: RunOptions) -> None:
-        raise BumpgateError(f"install from {how.find_links}")
+    def places(
+        config: object, root: object, view: object, wanted: dict[str, list[Request]], new: bool
+    ) -> None:
+        raise BumpgateError(f"install from {wanted['candidate'][0].find_links}")
 
     monkeypatch.setattr(gate, "environments", places)
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""`bumpgate gate --command`: a command's metrics as rows, compared between two interpreters."""
+"""`bumpgate gate --command`, the options of the selection in later runs, and what a gate prints."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bumpgate.core import gate_file
 from bumpgate.core.baseline import Baseline, Reviewed, save
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import Record, Row, RowError
-from bumpgate.gate import metrics, state
-from bumpgate.gate.command import _show, other_variant
-from bumpgate.gate.view import View, findings_text
+from bumpgate.gate import command
+from bumpgate.gate.command import show
+from bumpgate.gate.view import View, findings_text, other_variant
 from bumpgate.plugin.metrics import FORMAT, report
 from bumpgate.process.runner import options_of
 from bumpgate.process.tree_digest import bind
 from tests.support.foreign import ANY_ROUND_IS_QUIET, LANE, Foreign
-from tests.support.gating import Machine
+from tests.support.gating import Machine, written
 from tests.support.git_repository import GitRepository
 from tests.support.project import Result, package_of_side, wrapped_python
 from tests.support.reports import save_record
 
+pytestmark = pytest.mark.long(30)
 GOOD = {"name": "graphs", "value": 3, "unit": "graphs", "better": "exact"}
 TIME = {"name": "step_seconds", "value": 0.5, "unit": "s", "better": "lower"}
 
@@ -55,9 +55,8 @@ def printing(*lines: object) -> str:
 
 def test_each_metric_is_a_row() -> None:
     rows = Rows()
-    report(
-        rows, printing(GOOD, "", TIME | {"name": "model/tiny/tokens", "better": "higher", "unit": "tokens/s"})
-    )
+    rate = TIME | {"name": "model/tiny/tokens", "better": "higher", "unit": "tokens/s"}
+    report(rows, printing(GOOD, "", rate))
     assert [(row.id, row.value, row.unit, row.better) for row in rows] == [
         ("command/metrics/graphs", 3, "graphs", "exact"),
         ("model/tiny/tokens", 0.5, "tokens/s", "higher"),
@@ -100,9 +99,13 @@ def test_command_without_a_result_fails(command: str, words: str) -> None:
         report(Rows(), command)
 
 
+SIDES = ("--python-adopted", ".adopted/python", "--python-candidate", ".candidate/python")
+GATE = ("gate", "--lane", "mine", *SIDES)
+
+
 @pytest.fixture
 def foreign(tmp_path: Path) -> Foreign:
-    """A repository without pytest tests, a torch that imports at once, and an interpreter for each side."""
+    """A repository with a torch that imports at once, and an interpreter for each side."""
     made = Foreign(tmp_path)
     made.write("bumpgate.toml", LANE)
     made.write("torch.py", "")
@@ -117,8 +120,7 @@ def foreign(tmp_path: Path) -> Foreign:
 def gate(foreign: Foreign, body: str, *options: str) -> Result:
     """Gate a command that prints `body`'s lines; `SIDE` is the name of the side."""
     foreign.write("bench.py", f"import os\nSIDE = os.environ['SIDE']\n{body}\n")
-    pythons = ("--python-adopted", ".adopted/python", "--python-candidate", ".candidate/python")
-    return foreign.bumpgate("gate", "--lane", "mine", *pythons, "--command", "python bench.py", *options)
+    return foreign.bumpgate(*GATE, "--command", "python bench.py", *options)
 
 
 def test_gate_compares_a_command_in_two_environments(foreign: Foreign) -> None:
@@ -128,19 +130,15 @@ def test_gate_compares_a_command_in_two_environments(foreign: Foreign) -> None:
     assert "adopted: mine: 2 rows: 2 PASS" in ended.err
     found = json.loads((foreign.root / "build/gate/mine-python/gate.json").read_text())
     changed, undecided = found["findings"]
-    assert (changed["decision"], changed["label"], changed["rows"]) == (
-        "HOLD",
-        "CHANGED",
-        ["command/metrics/graphs"],
-    )
-    assert (changed["adopted"], changed["candidate"]) == (
-        ["command/metrics/graphs: 3 graphs"],
-        ["command/metrics/graphs: 4 graphs"],
-    )
-    assert undecided["rows"] == ["command/metrics/step_seconds"], (
-        "left to the sessions, for which the budget is too small"
-    )
-    assert found["timed"].keys() == {"command/metrics/step_seconds"}
+    assert {name: changed[name] for name in ("decision", "label", "rows", "adopted", "candidate")} == {
+        "decision": "HOLD",
+        "label": "CHANGED",
+        "rows": ["command/metrics/graphs"],
+        "adopted": ["command/metrics/graphs: 3 graphs"],
+        "candidate": ["command/metrics/graphs: 4 graphs"],
+    }
+    time = "command/metrics/step_seconds"
+    assert (undecided["rows"], [*found["timed"]]) == ([time], [time]), "left to sessions without a budget"
     kept = {name: value for name, value in foreign.env.items() if name != "PYTHONPATH"}
     kept.pop("PYTEST_DISABLE_PLUGIN_AUTOLOAD")  # a gate removes it too
     again = subprocess.run(
@@ -150,18 +148,7 @@ def test_gate_compares_a_command_in_two_environments(foreign: Foreign) -> None:
     assert (again.returncode, "mine: 2 rows: 2 PASS" in again.stdout) == (0, True), (
         again.stdout + again.stderr
     )
-    other = foreign.bumpgate(
-        *(
-            "gate",
-            "--lane",
-            "mine",
-            "--python-adopted",
-            ".adopted/python",
-            "--python-candidate",
-            ".candidate/python",
-        ),
-        *("--command", "python other.py", "--budget", "0", "--resume"),
-    )
+    other = foreign.bumpgate(*GATE, "--command", "python other.py", "--budget", "0", "--resume")
     assert (other.code, "is of another gate (other command)" in other.err) == (4, True), other.err
 
 
@@ -169,11 +156,11 @@ def test_gates_of_two_commands_run_at_the_same_time(tmp_path: Path) -> None:
     """Neither overwrites the test of the other one, nor is it an edit of the other one's tree."""
     GitRepository(tmp_path).commit("one", {"pyproject.toml": ""})
     small, large = "python bench.py --size small", "python bench.py --size large"
-    metrics.write_test(tmp_path, "mine", small)
+    command.write_test(tmp_path, "mine", small)
     before = bind(tmp_path)
-    metrics.write_test(tmp_path, "mine", large)
-    for command in (small, large):
-        assert f"report(row, {command!r})" in (tmp_path / metrics.test_path("mine", command)).read_text()
+    command.write_test(tmp_path, "mine", large)
+    for text in (small, large):
+        assert f"report(row, {text!r})" in (tmp_path / command.test_path("mine", text)).read_text()
     assert before.differences(bind(tmp_path)) == []
 
 
@@ -186,23 +173,13 @@ def test_invalid_metric_line_makes_the_gate_unknown(foreign: Foreign) -> None:
 
 def test_command_that_the_shell_cannot_parse_is_refused(foreign: Foreign) -> None:
     """Before anything is measured: nothing of it could run on either side."""
-    pythons = ("--python-adopted", ".adopted/python", "--python-candidate", ".candidate/python")
-    ended = foreign.bumpgate("gate", "--lane", "mine", *pythons, "--command", "python 'bench.py")
+    ended = foreign.bumpgate(*GATE, "--command", "python 'bench.py")
     assert (ended.code, ended.out) == (4, ""), ended.out
     assert ended.err.startswith('bumpgate: --command "python \'bench.py": ')
     assert "nterminated quoted string" in ended.err or "unexpected EOF" in ended.err
 
 
-def test_command_with_a_selection_is_refused(foreign: Foreign) -> None:
-    ended = gate(foreign, "", "--", "tests")
-    assert (ended.code, ended.out) == (4, "")
-    assert ended.err == "bumpgate: --command and a pytest selection: use one, not both\n"
-
-
 # Options of a gate's selection: every later run of its tests has them, since they may choose what is measured.
-
-
-pytestmark = pytest.mark.long(30)
 
 CONFTEST = (
     ANY_ROUND_IS_QUIET
@@ -211,7 +188,8 @@ def pytest_addoption(parser):
     parser.addoption("--mode", default="bf16")
 """
 )
-# The candidate is slow in one mode. Each run writes its side and mode.
+# The candidate is slow in one mode: its paired time, and a time with a bound, which is read again. Each run writes its
+# mode.
 TEST = """
 import os, pytest
 
@@ -219,60 +197,45 @@ import os, pytest
 def test_step(row, request):
     mode, side = request.config.getoption("--mode"), os.environ["SIDE"]
     with open("modes.log", "a") as log:
-        print(side, mode, file=log)
+        print(mode, file=log)
     seconds = 1.5 if side == "candidate" and mode == "fp8" else 1.0
-    row.{verb}("speed/step/seconds", seconds, "s", seen=1, {more})
+    row.cost("speed/step/seconds", seconds, "s", seen=1, paired=True)
+    row.bound("speed/first/seconds", seconds, "s", seen=1, at_most=1.2)
 """
-SIDES = ("--python-adopted", ".adopted/python", "--python-candidate", ".candidate/python")
-GATE = ("gate", "--lane", "mine", *SIDES, "--sessions", "8")
-FP8 = ("--", "--mode", "fp8", "tests")
+FP8 = ("--sessions", "8", "--", "--mode", "fp8", "tests")
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Foreign:
+def project(foreign: Foreign) -> Foreign:
     """A project whose candidate is 1.5 times as slow with --mode fp8."""
-    made = Foreign(tmp_path)
-    for side in ("adopted", "candidate"):
-        python = f".{side}/python"
-        made.write(python, wrapped_python(SIDE=side))
-        (tmp_path / python).chmod(0o755)
-    made.env["BUMPGATE_HOME"] = str(tmp_path / ".home")
-    made.write("bumpgate.toml", LANE)
-    made.write("torch.py", "")
-    made.write("conftest.py", CONFTEST)
-    made.write("tests/test_step.py", TEST.format(verb="cost", more="paired=True"))
-    return made
+    foreign.write("conftest.py", CONFTEST)
+    foreign.write("tests/test_step.py", TEST)
+    test = "tests/test_step.py::test_step"
+    rows = {"speed/first/seconds": Reviewed(1.0, "s", "derived", test=test)}
+    (foreign.root / "baselines").mkdir()
+    save(foreign.root / "baselines/mine.json", Baseline("mine", {}, rows))
+    return foreign
 
 
-def test_sessions_run_with_the_options_of_the_selection(project: Foreign) -> None:
+def test_later_runs_have_the_options_of_the_selection(project: Foreign) -> None:
+    """The second reading of a time outside of its bound, and the sessions: in another mode both would pass."""
     done = project.bumpgate(*GATE, *FP8)
-    assert (done.code, "SLOWER" in done.out) == (1, True), done.out + done.err
-    modes = (project.root / "modes.log").read_text().split()[1::2]
-    assert len(modes) > 2
-    assert set(modes) == {"fp8"}
-
-
-def test_second_reading_runs_with_the_options(project: Foreign) -> None:
-    """A time outside of a bound on one side is read again: in another mode it would pass."""
-    project.write("tests/test_step.py", TEST.format(verb="bound", more="at_most=1.2"))
-    reviewed = Reviewed(1.0, "s", "derived", test="tests/test_step.py::test_step")
-    (project.root / "baselines").mkdir()
-    save(project.root / "baselines/mine.json", Baseline("mine", {}, {"speed/step/seconds": reviewed}))
-    done = project.bumpgate(*GATE, *FP8)
-    assert (done.code, "REGRESSION" in done.out) == (1, True), done.out + done.err
-    assert "still outside: speed/step/seconds" in done.err
+    assert (done.code, "SLOWER" in done.out, "REGRESSION" in done.out) == (1, True, True), done.out + done.err
+    assert "still outside: speed/first/seconds" in done.err
+    modes = (project.root / "modes.log").read_text().split()
+    assert (len(modes) > 4, set(modes)) == (True, {"fp8"})
 
 
 def test_resumed_gate_needs_both_environments(project: Foreign) -> None:
     """If one does not start any more, the gate ends with one line and keeps what it measured."""
-    first = project.bumpgate(*GATE, "--budget", "0", *FP8)
+    first = project.bumpgate(*GATE, "--budget", "0", "--sessions", "8", "--", "tests")
     assert first.code == 125, first.out + first.err
     line = first.err.splitlines()[-1]
     assert line.startswith("the budget ended before every timed row was decided. Resume with: bumpgate gate")
     assert " --resume" in line
     python = project.root / ".candidate/python"
     python.write_text("#!/bin/sh\necho libcudart.so.13: cannot open >&2; exit 1\n")
-    again = project.bumpgate(*GATE, "--resume", *FP8)
+    again = project.bumpgate(*GATE, "--resume", "--sessions", "8", "--", "tests")
     assert (again.code, again.out) == (4, ""), again.out + again.err
     assert "the candidate environment does not start any more (" in again.err
     assert "Traceback" not in again.err
@@ -294,7 +257,7 @@ def test_options_are_the_selection_without_its_paths(name: str) -> None:
     assert options_of(selection, Record({"paths": paths}, ())) == options
 
 
-# Notes below the findings of a gate: different variants of torch, and what its lane runs noted.
+# What a gate prints: notes, and the findings.
 
 
 @pytest.mark.parametrize(
@@ -307,35 +270,27 @@ def test_options_are_the_selection_without_its_paths(name: str) -> None:
         ("2.13.0+cu130.with.a", "2.14.1+cu130", False),
     ],
 )
-def test_different_variants_of_torch_are_noted(
-    adopted: str, candidate: str, noted: bool, machine: Machine, out: Path
-) -> None:
-    machine.sides["adopted"].torch, machine.sides["candidate"].torch = adopted, candidate
-    machine.gate(out)
-    found = gate_file.read(out / state.NAME)
-    assert isinstance(found, gate_file.GateFile)
-    note = other_variant(found)
+def test_different_variants_of_torch_are_noted(adopted: str, candidate: str, noted: bool) -> None:
+    note = other_variant(adopted, candidate)
     assert bool(note) == noted
     if noted:
         assert note.startswith(f"note: {adopted} and {candidate} are different variants: ")
         assert note.endswith('--index URL, --candidate "torch==X+cpu"')
 
 
-def test_margin_that_matches_no_row_is_shown_by_the_gate(
+def test_notes_of_the_lane_runs_are_shown_by_the_gate(
     machine: Machine, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    machine.plant("adopted", torch="2.13.0+cpu")
+    machine.plant("candidate", torch="2.14.1+cu130")
     machine.gate(out)
-    path = out / "adopted.json"
-    raw = json.loads(path.read_text())
+    raw = json.loads((out / "adopted.json").read_text())
     raw["provenance"]["margins"] = ["no row of this run matches 'a/*'"]
-    save_record(path, raw)
-    found = gate_file.read(out / state.NAME)
-    assert isinstance(found, gate_file.GateFile)
-    _show(found, out, again=False)
-    assert "margin: no row of this run matches 'a/*'\n" in capsys.readouterr().out
-
-
-# The findings that `bumpgate gate` prints.
+    save_record(out / "adopted.json", raw)
+    show(written(out), out, again=False)
+    shown = capsys.readouterr().out
+    assert "margin: no row of this run matches 'a/*'\n" in shown
+    assert "note: 2.13.0+cpu and 2.14.1+cu130 are different variants: " in shown
 
 
 FINDING = Finding(
@@ -345,29 +300,30 @@ FINDING = Finding(
 )  # fmt: skip
 
 
+def text_of(finding: Finding, width: int, terminal: bool) -> str:
+    file = io.StringIO()
+    findings_text([finding], Console(file=file, force_terminal=terminal, width=width, no_color=True))
+    return file.getvalue()
+
+
 def test_narrow_terminal_folds_all_columns_but_the_decision() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=30, no_color=True)
-    findings_text([replace(FINDING, adopted=("x" * 60,), candidate=("y" * 60,))], console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = text_of(replace(FINDING, adopted=("x" * 60,), candidate=("y" * 60,)), 30, True)
     assert "HOLD" in text
     assert (text.count("x"), text.count("y")) == (60, 60 + FINDING.repro.count("y"))
 
 
-@pytest.mark.parametrize("width", [None, 160])
-def test_finding_text_shows_both_sides_and_the_repro(width: int | None) -> None:
-    """Width None is a log: lines are not wrapped, so that it can be searched."""
-    console = Console(file=io.StringIO(), force_terminal=width is not None, width=width or 40, no_color=True)
-    findings_text([FINDING], console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+@pytest.mark.parametrize(("width", "terminal"), [(40, False), (160, True)])
+def test_finding_text_shows_both_sides_and_the_repro(width: int, terminal: bool) -> None:
+    """In a log, lines are not wrapped, so that it can be searched."""
+    text = text_of(FINDING, width, terminal)
     squeezed = "".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
     for part in ("HOLD", "... and 3 more in gate.json", FINDING.repro, "GB0007"):
         assert "".join(part.split()) in squeezed
-    if width is None:
-        assert f"candidate: {FINDING.candidate[1]}\n" in text
-        assert f"-> {FINDING.repro}\n" in text
+    for line in (f"candidate: {FINDING.candidate[1]}\n", f"-> {FINDING.repro}\n"):
+        assert terminal or line in text
 
 
 def test_finished_step_is_one_line_of_a_log() -> None:
-    console = Console(file=io.StringIO(), width=20)
-    View(console).say("[bold] " + "step " * 10)
-    assert console.file.getvalue() == "[bold] " + "step " * 10 + "\n"  # type: ignore[attr-defined]
+    file = io.StringIO()
+    View(Console(file=file, width=20)).say("[bold] " + "step " * 10)
+    assert file.getvalue() == "[bold] " + "step " * 10 + "\n"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,23 +18,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bumpgate.core import gate_file
 from bumpgate.core.accepted import Acceptance
 from bumpgate.core.findings import Decision, DriftReading, TimedOutcome
-from bumpgate.gate import drift, pairing, state
+from bumpgate.gate import command, drift, pairing, state
 from bumpgate.gate.drift import Drift, anchor, covers, find_drift, find_drifts, successive_drifts
-from bumpgate.gate.options import GateConfig
 from bumpgate.gate.sequential import estimate
-from bumpgate.gate.state import Gate
+from bumpgate.gate.state import GateConfig
 from bumpgate.process.runner import LaneRun
 from bumpgate.review import accept
 from suites.support.planted import planted
-from tests.support.gating import TODAY, Behaviour, Machine, labels
+from tests.support.gating import TIME_ROW, TODAY, Behaviour, Machine, labels, written
 from tests.support.simulation import NOISES, ROWS, rate_text, row_noise, wilson
 
 FIXED = settings(derandomize=True, max_examples=60, deadline=None)
 START = date(2026, 1, 5)
-WEEKS = [START + timedelta(weeks=n) for n in range(1, 53)]
 STEP = math.log(1.01)
 POOL = 4000
 
@@ -44,8 +40,8 @@ def week(n: int) -> date:
     return START + timedelta(weeks=n)
 
 
-def readings(log_ratios: list[float]) -> list[DriftReading]:
-    return [DriftReading(day, x) for day, x in zip(WEEKS, log_ratios)]
+def readings(log_ratios: Sequence[float]) -> list[DriftReading]:
+    return [DriftReading(week(n), x) for n, x in enumerate(log_ratios, 1)]
 
 
 @lru_cache
@@ -60,67 +56,46 @@ def weekly_errors(noise: str) -> list[float]:
 
 def drifting(weeks: int) -> list[float]:
     """Log-ratios to the anchor if each week adds 1 %, and the weeks before the first were equal."""
-    adopted = [week(-n) for n in range(1, 9)]
     out = []
     for n in range(1, weeks + 1):
-        adopted.append(week(n - 1))
-        back = anchor(adopted, week(n))
+        back = anchor([week(k) for k in range(-8, n)], week(n))
         assert back
         out.append(STEP * (n - max(0, (back - START).days // 7)))
     return out
 
 
-def quiet_runs(rng: random.Random, noise: str, runs: int) -> int:
+def quiet_runs(seed: int, noise: str, runs: int) -> int:
     """Count years without a report for any of 15 rows."""
-    errors = weekly_errors(noise)
+    rng, errors = random.Random(seed), weekly_errors(noise)
     return sum(not any(find_drift(readings(rng.choices(errors, k=52))) for _ in ROWS) for _ in range(runs))
 
 
-def reported_by_week_6(rng: random.Random, noise: str, runs: int) -> tuple[int, list[int]]:
-    """Count drifts reported by week 6, and return the weeks of their reports."""
-    errors, weeks = weekly_errors(noise), []
-    for _ in range(runs):
-        found = find_drift(readings([x + rng.choice(errors) for x in drifting(6)]))
-        if found:
-            weeks.append((found.called - START).days // 7)
-    return len(weeks), weeks
+def found_by_week_6(noise: str, runs: int, log_ratios: Sequence[float]) -> int:
+    """Count drifts reported by week 6."""
+    rng, errors = random.Random(2), weekly_errors(noise)
+    return sum(
+        find_drift(readings([x + rng.choice(errors) for x in log_ratios])) is not None for _ in range(runs)
+    )
 
 
 @pytest.mark.parametrize("noise", NOISES)
-def test_year_without_change_reports_no_drift(noise: str) -> None:
-    runs = 600
-    quiet = quiet_runs(random.Random(1), noise, runs)
-    text = rate_text("quiet years", quiet, runs)
-    print(text)
-    assert wilson(quiet, runs)[0] >= 0.98, text
-
-
-@pytest.mark.parametrize("noise", NOISES)
-def test_drift_of_1_percent_a_week_is_reported_by_week_6(noise: str) -> None:
-    runs = 2000
-    hits, weeks = reported_by_week_6(random.Random(2), noise, runs)
-    text = f"{rate_text('reported by week 6', hits, runs)}; median week {statistics.median(weeks):g}"
-    print(text)
-    assert wilson(hits, runs)[0] >= 0.95, text
+def test_drift_of_1_percent_a_week_is_reported_and_no_change_is_not(noise: str) -> None:
+    quiet, runs = quiet_runs(1, noise, 600), 2000
+    assert wilson(quiet, 600)[0] >= 0.98, rate_text("quiet years", quiet, 600)
+    hits = found_by_week_6(noise, runs, drifting(6))
+    assert wilson(hits, runs)[0] >= 0.95, rate_text("reported by week 6", hits, runs)
 
 
 def test_mutant_without_allowance_reports_false_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift, "ALLOWANCE", 0.0)
-    quiet = quiet_runs(random.Random(1), NOISES[0], 20)
-    assert wilson(quiet, 20)[1] < 0.98
+    assert wilson(quiet_runs(1, NOISES[0], 20), 20)[1] < 0.98
 
 
 def test_mutant_that_reads_weekly_steps_fails_at_any_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """At this limit it is both too late and too noisy; a higher one reports later, a lower one more often."""
     monkeypatch.setattr(drift, "ALLOWANCE", 0.005)  # half of a step: its best value
-    rng = random.Random(2)
-    errors = weekly_errors(NOISES[0])
-    runs = 300
-    hits = sum(
-        find_drift(readings([STEP + rng.choice(errors) for _ in range(6)])) is not None for _ in range(runs)
-    )
-    assert wilson(hits, runs)[1] < 0.95, rate_text("reported by week 6", hits, runs)
-    quiet = quiet_runs(rng, NOISES[0], 100)
+    hits, quiet = found_by_week_6(NOISES[0], 300, [STEP] * 6), quiet_runs(2, NOISES[0], 100)
+    assert wilson(hits, 300)[1] < 0.95, rate_text("reported by week 6", hits, 300)
     assert wilson(quiet, 100)[1] < 0.98, rate_text("quiet years", quiet, 100)
 
 
@@ -137,6 +112,14 @@ def test_anchor_is_a_month_old() -> None:
     assert anchor([START], START) is None
     assert anchor([week(-1), week(3)], START) == week(-1)
     assert anchor([START - timedelta(29), START - timedelta(31)], START) == START - timedelta(31)
+
+
+def test_anchor_history_without_adopted_build_is_a_notice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command.adoptions, "adopted", lambda lane: [])
+    assert command._adopted_a_month_ago("cpu") == ""
+    assert "no adopted build of lane cpu yet" in capsys.readouterr().err
 
 
 def test_drift_reports_its_weeks_and_size() -> None:
@@ -159,15 +142,19 @@ def test_reported_drift_stays_reported(log_ratios: list[float], later: list[floa
         assert find_drift(readings(log_ratios + later)) == found
 
 
-@pytest.mark.parametrize("candidate", [math.nan, math.inf])
-def test_non_finite_reading_is_refused(candidate: float) -> None:
-    with pytest.raises(ValueError, match="log-ratio must be finite"):
-        find_drift(readings([0.0, candidate]))
-
-
-def test_readings_out_of_order_are_refused() -> None:
-    with pytest.raises(ValueError, match="in order of day"):
-        find_drift([DriftReading(week(2), 0.0), DriftReading(week(1), 0.0)])
+@pytest.mark.parametrize(
+    ("series", "words"),
+    [
+        (readings([0.0, math.nan]), "log-ratio must be finite"),
+        (readings([0.0, math.inf]), "log-ratio must be finite"),
+        (readings([0.0, 0.0])[::-1], "in order of day"),
+    ],
+)
+def test_readings_without_a_number_or_out_of_order_are_refused(
+    series: list[DriftReading], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        find_drift(series)
 
 
 # Drift over several gates, the month-old build that it is measured against, and accepted slowdowns.
@@ -176,68 +163,60 @@ def test_readings_out_of_order_are_refused() -> None:
 WITH_ANCHOR = GateConfig("cpu", candidate="torch", anchor="torch==2.12.0")
 
 
-def weekly(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weeks: int) -> list[Gate]:
-    """One gate per week, each 1 % slower than the last; the anchor is the build of four weeks before."""
-    row = "throughput/b/seconds"
-    history: list[DriftReading] = []
-    gates = []
-    for week in range(1, weeks + 1):
-        machine.recent = {row: tuple(history)}
-        machine.sides["candidate"].slower = {row: 1.01**week}
-        machine.sides["adopted"].slower = {row: 1.01 ** (week - 1)}
-        machine.sides["anchor"].slower = {row: 1.01 ** max(0, week - 4)}
-        day = TODAY + timedelta(weeks=week)
-        monkeypatch.setattr("tests.support.gating.TODAY", day)
-        machine.seed = week
-        gate = machine.gate(tmp_path / f"week{week}", GateConfig("cpu", candidate="torch", anchor="torch==0"))
-        gates.append(gate)
-        found = gate_file.read(tmp_path / f"week{week}" / state.NAME)
-        assert isinstance(found, gate_file.GateFile)
-        history.append(DriftReading(day, found.readings[row]))
-    return gates
+def weeks(*log_ratios: float) -> list[DriftReading]:
+    """Return a reading a week, the last one a week before TODAY."""
+    days = range(-len(log_ratios), 0)
+    return [DriftReading(TODAY + timedelta(weeks=n), x) for n, x in zip(days, log_ratios)]
 
 
 def test_gates_report_1_percent_weekly_drift_by_week_6(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gates = weekly(machine, tmp_path, monkeypatch, 6)
-    last = labels(gates[-1])
-    assert ("HOLD", "CREEP") in last, [labels(g) for g in gates]
-    assert not any("CREEP" in found for _, found in labels(gates[1])), "two weeks are no drift yet"
+    """Each gate is 1 % slower than the last; the anchor is the build of four weeks before."""
+    history: list[DriftReading] = []
+    found = []
+    for week in range(1, 7):
+        machine.recent, machine.seed = {TIME_ROW: tuple(history)}, week
+        slower = {"candidate": week, "adopted": week - 1, "anchor": max(0, week - 4)}
+        for side, n in slower.items():
+            machine.plant(side, slower={TIME_ROW: 1.01**n})
+        day = TODAY + timedelta(weeks=week)
+        monkeypatch.setattr("tests.support.gating.TODAY", day)
+        out = tmp_path / f"week{week}"
+        found.append(labels(machine.gate(out, WITH_ANCHOR)))
+        history.append(DriftReading(day, written(out).readings[TIME_ROW]))
+    assert ("HOLD", "CREEP") in found[-1], found
+    assert ("HOLD", "CREEP") not in found[1], "two weeks are no drift yet"
 
 
 def test_drift_from_history_holds_until_accepted(
     machine: Machine, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`bumpgate accept` takes its ratio from the gate, whose paired sessions read SAME."""
-    row = "throughput/b/seconds"
-    weeks = [TODAY - timedelta(weeks=n) for n in (4, 3, 2, 1)]
-    machine.recent = {row: tuple(DriftReading(day, x) for day, x in zip(weeks, (0.03, 0.04, 0.04, 0.04)))}
+    machine.recent = {TIME_ROW: weeks(0.03, 0.04, 0.04, 0.04)}
     assert labels(machine.gate(out)) == [("HOLD", "CREEP")]
     monkeypatch.chdir(machine.root)
     monkeypatch.setattr(accept, "today", lambda: TODAY)
-    last = str(TODAY + timedelta(days=9))
-    who = {"owner": "ann", "reason": "known", "expires": last}
-    accept.command(row, "cpu", **who, record=out / state.NAME, other_tree=True)
+    who = {"owner": "ann", "reason": "known", "expires": str(TODAY + timedelta(days=9))}
+    accept.command(TIME_ROW, "cpu", **who, record=out / state.NAME, other_tree=True)
     accepted = machine.gate(out.with_name("accepted"))
     assert (accepted.decision, len(accepted.accepted)) == (Decision.ADOPT, 1)
 
 
-def test_later_drift_of_an_accepted_row_holds(machine: Machine, out: Path) -> None:
-    row, changes = "throughput/b/seconds", (0.03, 0.04, 0.04, 0.04, 0.0, 0.0, 0.05, 0.07, 0.09, 0.1)
-    write_acceptance(machine.root, row, 1.05, TODAY + timedelta(days=9))
-    machine.recent = {row: tuple(weeks(*changes))}
-    gate = machine.gate(out)
-    assert (labels(gate), len(gate.accepted)) == ([("HOLD", "CREEP")], 1)
-    assert gate.drifts[row].ratio > 1.07
-
-
-def write_acceptance(root: Path, row: str, ratio: float, expires: date) -> None:
+def write_acceptance(root: Path, ratio: float, expires: date) -> None:
     (root / "baselines").mkdir()
     (root / "baselines/accepted.toml").write_text(
-        f'[[accepted]]\nlane = "cpu"\nrow = "{row}"\nratio = {ratio}\nowner = "ann"\n'
+        f'[[accepted]]\nlane = "cpu"\nrow = "{TIME_ROW}"\nratio = {ratio}\nowner = "ann"\n'
         f'reason = "known"\nsince = {expires - timedelta(days=30)}\nexpires = {expires}\n'
     )
+
+
+def test_later_drift_of_an_accepted_row_holds(machine: Machine, out: Path) -> None:
+    write_acceptance(machine.root, 1.05, TODAY + timedelta(days=9))
+    machine.recent = {TIME_ROW: weeks(0.03, 0.04, 0.04, 0.04, 0.0, 0.0, 0.05, 0.07, 0.09, 0.1)}
+    gate = machine.gate(out)
+    assert (labels(gate), len(gate.accepted)) == ([("HOLD", "CREEP")], 1)
+    assert gate.drifts[TIME_ROW].ratio > 1.07
 
 
 @pytest.mark.parametrize(
@@ -248,37 +227,31 @@ def write_acceptance(root: Path, row: str, ratio: float, expires: date) -> None:
 def test_accepted_slowdown_is_adopted_until_it_expires(
     machine: Machine, out: Path, ratio: float, days: int, decision: Decision
 ) -> None:
-    row = "throughput/b/seconds"
-    machine.sides["candidate"].slower = {row: 1.06}
-    write_acceptance(machine.root, row, ratio, TODAY + timedelta(days=days))
+    machine.plant("candidate", slower={TIME_ROW: 1.06})
+    write_acceptance(machine.root, ratio, TODAY + timedelta(days=days))
     gate = machine.gate(out)
-    assert (gate.decision, gate.timed[row].outcome) == (decision, TimedOutcome.SLOWER)
+    assert (gate.decision, gate.timed[TIME_ROW].outcome) == (decision, TimedOutcome.SLOWER)
     assert len(gate.accepted) == (ratio > 1.01)
 
 
-def test_anchor_that_cannot_be_paired_is_unknown(machine: Machine, out: Path) -> None:
-    machine.sides["anchor"].failure = "import torch: exit 1"
-    assert labels(machine.gate(out, WITH_ANCHOR)) == [("UNKNOWN", "INFRA")]
+ANCHORS = {
+    "no import": ({"failure": "import torch: exit 1"}, "import torch: exit 1"),
+    "crashes": ({"signal": 11, "dies_from": 3}, "anchor: died of SIGSEGV"),
+    "no quiet moment": ({"spoiled": 99}, f"anchor: {TIME_ROW}: not quiet"),
+}
 
 
-def test_row_without_readings_of_the_anchor_is_unknown(machine: Machine, out: Path) -> None:
-    machine.sides["anchor"].signal, machine.sides["anchor"].dies_from = 11, 3
+@pytest.mark.parametrize("fault", ANCHORS)
+def test_anchor_that_cannot_be_paired_is_unknown(machine: Machine, out: Path, fault: str) -> None:
+    fields, head = ANCHORS[fault]
+    machine.plant("anchor", **fields)
     gate = machine.gate(out, WITH_ANCHOR)
     (finding,) = gate.findings
-    assert (finding.decision, finding.label) == (Decision.UNKNOWN, "INFRA")
-    assert finding.head == "anchor: died of SIGSEGV"
-    assert finding.candidate == ("throughput/b/seconds: 3 of 12 sessions with the anchor",)
-    assert " /envs/anchor -m pytest " in finding.repro
-    assert machine.gate(out, WITH_ANCHOR).findings == gate.findings, "judged again from gate.json"
-
-
-def test_anchor_without_a_fault_shows_why_times_were_lost(machine: Machine, out: Path) -> None:
-    machine.sides["anchor"].spoiled = 99
-    (finding,) = machine.gate(out, WITH_ANCHOR).findings
-    assert (finding.decision, finding.head) == (
-        Decision.UNKNOWN,
-        "anchor: throughput/b/seconds: not quiet",
-    )
+    assert (finding.decision, finding.label, finding.head) == (Decision.UNKNOWN, "INFRA", head)
+    if fault == "crashes":
+        assert finding.candidate == (f"{TIME_ROW}: 3 of 12 sessions with the anchor",)
+        assert " /envs/anchor -m pytest " in finding.repro
+        assert machine.gate(out, WITH_ANCHOR).findings == gate.findings, "judged again from gate.json"
 
 
 def test_budget_that_ends_sessions_of_the_anchor_is_shown(
@@ -301,33 +274,22 @@ def test_budget_that_ends_sessions_of_the_anchor_is_shown(
 
 def test_anchor_with_missing_sessions_gives_no_reading() -> None:
     few = [0.5] * (drift.SESSIONS - 1)
-    before = {"a/b/s": [DriftReading(TODAY - timedelta(days=7), 0.04)]}
+    before = {"a/b/s": weeks(0.04)}
     assert find_drifts(before, "cpu", ["a/b/s"], {"a/b/s": few}, TODAY) == {}
     found = find_drifts(before, "cpu", ["a/b/s"], {"a/b/s": [*few, 0.5]}, TODAY)
     assert [drift.called for drift in found["a/b/s"]] == [TODAY]
 
 
 def test_second_gate_of_a_day_replaces_its_reading() -> None:
-    before = [DriftReading(TODAY - timedelta(days=days), 0.04) for days in (7, 0)]
+    before = [*weeks(0.04), DriftReading(TODAY, 0.04)]
     values = {"a/b/s": [0.0] * drift.SESSIONS}
     assert find_drifts({"a/b/s": before}, "cpu", ["a/b/s"], values, TODAY) == {}
 
 
-def test_drift_is_reported_until_it_is_accepted(machine: Machine, tmp_path: Path) -> None:
+def test_drift_is_reported_until_it_is_accepted(machine: Machine, out: Path) -> None:
     """Also if its readings are months old: the history is read for half a year."""
-    old = [DriftReading(TODAY - timedelta(days=days), 0.04) for days in (120, 113)]
-
-    def recent(lane: str, rows: Sequence[str], days: int) -> dict[str, list[DriftReading]]:
-        return {row: [r for r in old if r.day >= TODAY - timedelta(days=days)] for row in rows}
-
-    found = machine.gate(tmp_path / "gate", recent=recent)
-    assert labels(found) == [("HOLD", "CREEP")]
-
-
-def weeks(*log_ratios: float) -> list[DriftReading]:
-    """Return a reading a week, the last one a week before TODAY."""
-    days = range(-len(log_ratios), 0)
-    return [DriftReading(TODAY + timedelta(weeks=n), x) for n, x in zip(days, log_ratios)]
+    machine.recent = {TIME_ROW: [DriftReading(TODAY - timedelta(days=days), 0.04) for days in (120, 113)]}
+    assert labels(machine.gate(out)) == [("HOLD", "CREEP")]
 
 
 def acceptance(ratio: float, since: date) -> Acceptance:
@@ -372,16 +334,16 @@ def test_acceptance_covers_no_drift_that_began_more_than_a_month_later(days: int
 
 
 @planted("C39", "a candidate whose processes crash in the sessions with the anchor")
-def test_crash_in_the_sessions_with_the_anchor_holds(machine: Machine, tmp_path: Path) -> None:
+def test_crash_in_the_sessions_with_the_anchor_holds(machine: Machine, out: Path) -> None:
     """The other sessions are complete, so that only the crashes hold the candidate."""
     original, dead = machine._timed, []
 
     def timed(name: str, side: Behaviour, record: Path) -> LaneRun:
-        if name == "candidate" and machine.bench.gate.drifted is not None and len(dead) < 5:
+        if name == "candidate" and machine.bench and machine.bench.gate.drifted and len(dead) < 5:
             dead.append(name)
             return original(name, replace(side, signal=11), record)
         return original(name, side, record)
 
     machine._timed = timed  # type: ignore[method-assign]
-    found = machine.gate(tmp_path / "gate", WITH_ANCHOR)
+    found = machine.gate(out, WITH_ANCHOR)
     assert (found.decision, labels(found)) == (Decision.HOLD, [("HOLD", "PROBLEM")])

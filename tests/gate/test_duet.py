@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from bumpgate.gate.duet import ROUNDS, VARIABLE, run_duet, shares
+from bumpgate.gate.pairing import DUET_ROUNDS as ROUNDS
+from bumpgate.gate.pairing import VARIABLE, run_duet, shares
 from bumpgate.gate.sequential import log_ratio_of_rounds
 from bumpgate.gate.timed import reading
 from bumpgate.plugin.duet import Duet, _move

@@ -19,26 +19,16 @@ from bumpgate.core.rows import Verdict
 from bumpgate.gate.evidence import read_judged
 from bumpgate.gate.plan import plan_for, plan_of
 from bumpgate.gate.state import NAME, SideState
+from tests.support.gating import TIME_ROW as TIMED
 from tests.support.gating import TODAY, Machine, count, labels
-
-TIMED = "throughput/b/seconds"
 
 
 @pytest.fixture
 def gate(machine: Machine, out: Path) -> Path:
     """A finished gate that holds for a count and a slower time."""
-    machine.sides["candidate"].counts = [count(14, Verdict.CHANGED)]
-    machine.sides["candidate"].slower = {TIMED: 1.1}
+    machine.plant("candidate", counts=[count(14, Verdict.CHANGED)], slower={TIMED: 1.1})
     machine.gate(out)
     return out / NAME
-
-
-def no_finding(raw: dict[str, Any], out: Path) -> None:
-    raw.update(decision="ADOPT", exit_code=0, findings=[])
-
-
-def replaced_record(raw: dict[str, Any], out: Path) -> None:
-    shutil.copy(out / "adopted.json", out / "candidate.json")
 
 
 def edited_record(raw: dict[str, Any], out: Path) -> None:
@@ -55,8 +45,11 @@ def put(*keys: str, value: Any) -> Callable[[dict[str, Any], Path], None]:
     return edit
 
 
-EDITS: Mapping[str, tuple[Callable[[dict[str, Any], Path], None], str]] = {
-    "no finding": (no_finding, "its evidence gives HOLD with 2 findings, the file says ADOPT with 0"),
+EDITS: Mapping[str, tuple[Callable[[dict[str, Any], Path], object], str]] = {
+    "no finding": (
+        lambda raw, out: raw.update(decision="ADOPT", exit_code=0, findings=[]),
+        "its evidence gives HOLD with 2 findings, the file says ADOPT with 0",
+    ),
     "decision": (put("decision", value="ADOPT"), "states ADOPT, and its worst finding is HOLD"),
     "findings": (put("findings", value=[]), "states HOLD, and its worst finding is ADOPT"),
     "time": (put("timed", TIMED, "outcome", value="SAME"), "(other timed)"),
@@ -71,7 +64,10 @@ EDITS: Mapping[str, tuple[Callable[[dict[str, Any], Path], None], str]] = {
     "text for a boolean": (put("finished", value="no"), "finished must be a bool, got 'no'"),
     "no inputs": (put("inputs", value=None), "it does not hold what it was judged from"),
     "older schema": (put("schema", value=3), "a gate of schema 3"),
-    "replaced record": (replaced_record, "candidate.json changed since the verdict"),
+    "replaced record": (
+        lambda raw, out: shutil.copy(out / "adopted.json", out / "candidate.json"),
+        "candidate.json changed since the verdict",
+    ),
     "edited record": (edited_record, "candidate.json changed since the verdict"),
     "lost record": (lambda raw, out: (out / "adopted.json").unlink(), "adopted.json changed"),
 }
@@ -94,7 +90,7 @@ def test_edited_gate_is_refused(gate: Path, edit: str) -> None:
 
 def test_verdict_with_acceptances_and_drift_is_the_same_again(machine: Machine, out: Path) -> None:
     """Everything that a verdict depends on is in the files: here an accepted slowdown."""
-    machine.sides["candidate"].slower = {TIMED: 1.1}
+    machine.plant("candidate", slower={TIMED: 1.1})
     entry = Acceptance("cpu", TIMED, None, "ada", "upstream", TODAY, TODAY.replace(year=2027), ratio=1.2)
     (machine.root / "baselines").mkdir()
     (machine.root / "baselines/accepted.toml").write_text(
@@ -132,13 +128,13 @@ def test_sides_are_equal_if_all_their_packages_are(candidate: SideState, equal: 
     assert candidate.equals(adopted) is equal
 
 
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("value", [13, 14])
 def test_gate_of_a_set_with_itself_is_unknown_and_still_holds(
-    machine: Machine, out: Path, broken: bool
+    machine: Machine, out: Path, value: int
 ) -> None:
-    machine.sides["candidate"].torch = "2.13.0"
-    if broken:
-        machine.sides["candidate"].counts = [count(14, Verdict.CHANGED)]
+    broken = value != 13
+    counts = [count(value, Verdict.CHANGED if broken else Verdict.PASS)]
+    machine.plant("candidate", torch="2.13.0", counts=counts)
     made = machine.gate(out)
     assert made.decision is (Decision.HOLD if broken else Decision.UNKNOWN)
     (equal,) = (f for f in made.findings if f.label == "EQUAL")

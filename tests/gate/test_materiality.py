@@ -28,7 +28,7 @@ CPU, CUDA, NEWER_CUDA = "2.13.0+cpu", "2.15.0+cu132", "2.16.0+cu140"
 
 def row(id: str, value: Value, unit: str, **fields: Any) -> Row:
     return Row(
-        **{"id": id, "value": value, "unit": unit, "witness": 1, "rule": "C1", "test": "a.py::t"} | fields
+        **{"id": id, "value": value, "unit": unit, "witness": 1, "rule": "C1", "test": "a.py"} | fields
     )
 
 
@@ -169,7 +169,7 @@ def test_small_changes_add_up(machine: Machine, out: Path, oldest: int, decision
     """1629 -> 1640 fusions hold nothing, unless the history shows that they were 1600."""
     for side, value in (("adopted", 1629), ("candidate", 1640)):
         made = row("compile/a/fusions", value, "count", test=COUNT_TEST)
-        machine.sides[side].counts = [Judgement(made, Verdict.PASS, "")]
+        machine.plant(side, counts=[Judgement(made, Verdict.PASS, "")])
     machine.oldest = {"compile/a/fusions": oldest}
     gate = machine.gate(out)
     assert gate.decision is decision

@@ -1,4 +1,4 @@
-"""Slow modes and lost readings: the deciding counts, and an anchor without history."""
+"""Slow modes and lost readings: the deciding counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from bumpgate.core.accepted import Acceptance
 from bumpgate.core.findings import TimedOutcome
-from bumpgate.gate import command
 from bumpgate.gate.drift import apply_to_times
 from bumpgate.gate.modes import Mode, Modes, Usual, p_lost, slow_mode, slow_sessions
 from bumpgate.gate.plan import Family, SessionPlan, SessionRule, plan_for
@@ -30,19 +29,19 @@ def test_slow_sessions_are_counted_by_side() -> None:
     assert slow_sessions([]) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        (series(0, 27), Mode.OPEN),
-        (series(0, 28), Mode.CLEARED),
-        (series(1, 20), Mode.OPEN),
-        (series(2, 20), Mode.FOUND),
-        (series(2, 20, 2), Mode.FOUND),
-        ([*series(0, 10), -SLOW, -SLOW, SLOW, SLOW], Mode.CLEARED),
-    ],
-    ids=["too few", "none slow", "one slow", "two slow", "found before", "both sides slow"],
-)
-def test_slow_mode_is_decided_at_the_first_bound(values: list[float], expected: Mode) -> None:
+BOUNDS = {
+    "too few": (series(0, 27), Mode.OPEN),
+    "none slow": (series(0, 28), Mode.CLEARED),
+    "one slow": (series(1, 20), Mode.OPEN),
+    "two slow": (series(2, 20), Mode.FOUND),
+    "found before": (series(2, 20, 2), Mode.FOUND),
+    "both sides slow": ([*series(0, 10), -SLOW, -SLOW, SLOW, SLOW], Mode.CLEARED),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_slow_mode_is_decided_at_the_first_bound(name: str) -> None:
+    values, expected = BOUNDS[name]
     assert slow_mode(values, Modes()) is expected
 
 
@@ -117,14 +116,6 @@ def test_difference_on_only_one_cache_pair_is_not_slower() -> None:
     assert decide({"a/b/s": both}, SessionPlan())["a/b/s"] is TimedOutcome.SLOWER
 
 
-def test_anchor_history_without_adopted_build_is_a_notice(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command.adoptions, "adopted", lambda lane: [])
-    assert command._adopted_a_month_ago("cpu") == ""
-    assert "no adopted build of lane cpu yet" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("fields", [{"rare": 0.2}, {"alpha": 0.0}, {"beta": 0.7}], ids=str)
 def test_modes_with_invalid_error_bounds_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="need 0 < rare"):
@@ -133,10 +124,8 @@ def test_modes_with_invalid_error_bounds_are_refused(fields: dict[str, float]) -
 
 def test_accepted_slowdown_does_not_hide_a_slow_mode() -> None:
     """Every process is 5 % slower, which is accepted; every fourth takes three times as long, which is not."""
-    row, noise = (
-        "throughput/b/seconds",
-        [0.004, -0.003, 0.002, -0.005, 0.001, 0.003, -0.002, 0.0, 0.005, -0.004],
-    )
+    row = "throughput/b/seconds"
+    noise = [0.004, -0.003, 0.002, -0.005, 0.001, 0.003, -0.002, 0.0, 0.005, -0.004]
     values = [math.log(1.05) + noise[i % 10] + math.log(3) * (i % 4 == 3) for i in range(12)]
     timed = summarise({row: values}, plan_for(None, True))
     assert (timed[row].outcome, timed[row].slow) == (TimedOutcome.SLOWER, (3, 0))

@@ -2,104 +2,84 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bumpgate.gate.state import NAME
+from bumpgate.gate import command
+from bumpgate.gate.plan import SessionPlan
+from bumpgate.gate.state import NAME, GateConfig, GateError
 from bumpgate.process import tree_digest
-from bumpgate.process.tree_digest import bind
+from bumpgate.process.tree_digest import Binding, bind
 from suites.support.planted import planted
-from tests.support.gate_tree import COUNTS, Tree, wait_for
-from tests.support.project import GOOD
+from tests.support.gate_tree import COUNTS, Tree
+from tests.support.gating import Machine
+from tests.support.git_repository import GitRepository
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Iterator[Tree]:
-    made = Tree(tmp_path)
-    yield made
-    made.end()
-
-
-def git(root: Path, *arguments: str) -> None:
-    author = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
-    subprocess.run(["git", *author, *arguments], cwd=root, check=True, capture_output=True)
-
-
-def refused(tree: Tree, *words: str) -> None:
+def refused(tree: Tree, words: str) -> None:
     done = tree.gate("--resume", *COUNTS)
     assert (done.code, done.out, len(done.err.splitlines())) == (4, "", 1), done.out + done.err
-    for word in (*words, "gate again, in another --out"):
-        assert word in done.err
+    assert words in done.err
+    assert "gate again, in another --out" in done.err
 
 
 @planted("C39", "the tree breaks after the gate, which is then resumed")
 def test_resume_refuses_finished_gate_of_another_tree(tree: Tree) -> None:
     first = tree.gate(*COUNTS)
     assert first.code == 0, first.out + first.err
-    again = tree.gate("--resume", *COUNTS)
-    assert again.code == 0
-    assert f"an earlier verdict, started {tree.raw()['started']}; nothing was measured now" in again.out
     test = tree.root / "suites/compile/test_a.py"
     whole = test.read_text()
     test.write_text(whole.replace("13, expected", "14, expected"))
     refused(tree, "g/gate.json does not match the present inputs (tree: suites/compile/test_a.py)")
     test.write_text(whole)
     (tree.root / "job-4711.log").write_text("of a scheduler")
-    assert tree.gate("--resume", *COUNTS).code == 0, "the same content is the same tree"
+    again = tree.gate("--resume", *COUNTS)
+    assert again.code == 0, "the same content is the same tree"
+    assert f"an earlier verdict, started {tree.raw()['started']}; nothing was measured now" in again.out
     tree.write("helper-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: helper\nVersion: 1.0\n")
     refused(tree, "adopted packages differ from before (helper (absent) -> 1.0)")
 
 
-def test_resume_refuses_unfinished_gate_of_another_tree(tree: Tree) -> None:
-    first = tree.start("-c", "from bumpgate.cli import main; main()", *tree.sides(), *COUNTS)
-    wait_for(lambda: (tree.root / "g" / NAME).exists())
-    first.kill()
-    first.communicate(timeout=120)
-    assert not tree.raw()["finished"]
-    tree.write("baselines/accepted.toml", "")
-    refused(tree, "(tree: baselines/accepted.toml)")
+TREE = Binding("1.0", "c0ffee", {"suites/a.py": "1234"})
+CONFIG = GateConfig("cpu", candidate="torch==2.14.0")
+BEGUN = {
+    "other options": (replace(CONFIG, sessions=9), True, TREE, "another gate (other sessions)"),
+    "no --resume": (CONFIG, False, TREE, "of an unfinished gate: continue it with --resume"),
+    "another tree": (CONFIG, True, replace(TREE, files={"suites/a.py": "5"}), r"\(tree: suites/a.py\)"),
+    "the same": (CONFIG, True, TREE, ""),
+}
 
 
-def test_tree_changed_during_the_gate_is_unknown(tree: Tree) -> None:
-    edit = "    open(f'suites/compile/helper_{os.environ[\"SIDE\"]}.py', 'w').close()\n"
-    tree.tests(GOOD + edit)
-    done = tree.gate(*COUNTS)
-    assert done.code == 125, done.out + done.err
-    assert (
-        "INFRA the work tree changed while the gate measured (tree: suites/compile/helper_adopted.py, "
-        in done.out
-    )
-    assert "-> bumpgate gate --lane cpu" in done.out
+@pytest.mark.parametrize("name", BEGUN)
+def test_unfinished_gate_is_continued_by_the_same_gate_alone(machine: Machine, out: Path, name: str) -> None:
+    config, resume, tree, words = BEGUN[name]
+    made = machine.prepare(out, CONFIG)
+    made.bench.save(replace(made.gate, binding=TREE))
+    if not words:
+        assert command.begin(config, SessionPlan(), out, resume, tree).binding == TREE
+        return
+    with pytest.raises(GateError, match=words):
+        command.begin(config, SessionPlan(), out, resume, tree)
 
 
-FILES = ("pyproject.toml", "suites/a.py", "data.bin")
+FILES = {"pyproject.toml": "1", "suites/a.py": "1", "data.bin": "1", ".gitignore": "build/\n"}
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     root = tmp_path / "tree"
-    (root / "suites").mkdir(parents=True)
-    for name in FILES:
-        (root / name).write_text("1")
-    (root / ".gitignore").write_text("build/\n")
-    git(root, "init", "-q")
-    git(root, "add", ".")
-    git(root, "commit", "-qm", "one")
+    root.mkdir()
+    GitRepository(root).commit("one", FILES)
     return root
 
 
+# tests/process/test_tree_digest.py has the other files.
 CHANGES = {
-    "tracked file": ("data.bin", "tree: data.bin"),
-    "new source": ("suites/b.py", "tree: suites/b.py"),
     "new configuration": ("pytest.ini", "tree: pytest.ini"),
     "new YAML": ("config/model.yaml", "tree: config/model.yaml"),
-    "log of a job": ("slurm-1.out", ""),
     "ignored file": ("build/x.py", ""),
-    "result of a run": ("record.json", ""),
     "own output": ("out/candidate.json", ""),
     "another gate": ("other/candidate.json", ""),
 }
@@ -111,7 +91,6 @@ def test_binding_covers_files_that_a_lane_reads(repository: Path, change: str, i
     path, words = CHANGES[change]
     if not inside_git:
         (repository / ".git").rename(repository.parent / "git")
-        words = "" if change == "tracked file" else words  # neither a source file nor listed as relevant
     for name in ("out", "other"):
         (repository / name).mkdir()
         (repository / name / NAME).write_text("{}")
@@ -134,6 +113,7 @@ def test_binding_covers_files_that_a_lane_reads(repository: Path, change: str, i
         ("vendor/output_code.py", "from vendor import x", False),
         ("build/x.py", "import x", False),
         (".venv/lib/x.py", "import x", False),
+        ("vendor/y.py", "from vendor import z", True),  # z imports it
     ],
 )
 def test_binding_covers_ignored_modules_that_are_imported(
@@ -141,6 +121,8 @@ def test_binding_covers_ignored_modules_that_are_imported(
 ) -> None:
     (repository / ".git/info/exclude").write_text("vendor\nx.py\n.venv\n")
     (repository / "suites/a.py").write_text(line)
+    (repository / "vendor").mkdir()
+    (repository / "vendor/z.py").write_text("from . import y")
     (repository / path).parent.mkdir(parents=True, exist_ok=True)
     (repository / path).write_text("1")
     before = bind(repository)
@@ -148,25 +130,12 @@ def test_binding_covers_ignored_modules_that_are_imported(
     assert before.differences(bind(repository)) == ([f"tree: {path}"] if bound else [])
 
 
-def test_binding_covers_modules_that_ignored_modules_import(repository: Path) -> None:
-    (repository / ".git/info/exclude").write_text("vendor\n")
-    (repository / "suites/a.py").write_text("from vendor import x")
-    (repository / "vendor").mkdir()
-    (repository / "vendor/x.py").write_text("from . import y")
-    (repository / "vendor/y.py").write_text("1")
-    before = bind(repository)
-    (repository / "vendor/y.py").write_text("2")
-    assert before.differences(bind(repository)) == ["tree: vendor/y.py"]
-
-
 def test_binding_covers_submodules(repository: Path) -> None:
     other = repository.parent / "other"
     other.mkdir()
-    (other / "model.py").write_text("1")
-    git(other, "init", "-q")
-    git(other, "add", ".")
-    git(other, "commit", "-qm", "one")
-    git(repository, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(other), "model")
+    GitRepository(other).commit("one", {"model.py": "1"})
+    add = ("submodule", "add", "-q", str(other), "model")
+    GitRepository(repository).git("-c", "protocol.file.allow=always", *add)
     before = bind(repository)
     (repository / "model/model.py").write_text("2")
     assert before.differences(bind(repository)) == ["tree: model/model.py"]
@@ -177,18 +146,12 @@ def test_folder_that_contains_the_tree_leaves_out_no_file(
     repository: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
     monkeypatch.setenv("BUMPGATE_HOME", str(repository / folder))
-    assert set(bind(repository, repository / folder).files) == {".gitignore", *FILES}
+    assert set(bind(repository, repository / folder).files) == {*FILES}
 
 
-def test_binding_names_commit_version_and_deleted_files(repository: Path) -> None:
+def test_binding_names_the_version(repository: Path) -> None:
     before = bind(repository)
-    git(repository, "commit", "-q", "--allow-empty", "-m", "two")
-    (repository / "suites/a.py").unlink()
-    now = replace(bind(repository), bumpgate="99")
-    version, commit, files = before.differences(now)
-    assert version == f"bumpgate {before.bumpgate} -> 99"
-    assert commit == f"commit {before.commit[:12]} -> {now.commit[:12]}"
-    assert files == "tree: suites/a.py"
+    assert before.differences(replace(before, bumpgate="99")) == [f"bumpgate {before.bumpgate} -> 99"]
 
 
 def test_binding_outside_git_follows_links_once(tmp_path: Path) -> None:

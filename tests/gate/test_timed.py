@@ -19,7 +19,6 @@ import pytest
 from bumpgate.core import lanes
 from bumpgate.core.findings import TimedOutcome
 from bumpgate.core.rows import Judgement, Record, Row, Verdict
-from bumpgate.gate.pairing import balanced
 from bumpgate.gate.plan import Family, SessionPlan, SessionRule, plan_for
 from bumpgate.gate.sequential import decide, summarise
 from bumpgate.gate.timed import MAX_EMPTY_SESSIONS, Sessions, TimedReading, cost, reading
@@ -37,12 +36,17 @@ ROWS = ("throughput/compiled/rate", "throughput/eager/rate", "throughput/compile
 # 3.0 % of a torch step to the anchor, 1.1 % of two torch steps to each other; here split over the three workloads.
 STEP_SD = 0.011 / math.sqrt(2)
 ANCHOR_SD = math.sqrt(0.030**2 - STEP_SD**2)
+BUDGET = SessionPlan().budget
 
 
-def simulated(
-    rng: random.Random, bad_processes: float, slower: float = 1.0
-) -> Callable[[str, Sequence[str]], TimedReading]:
-    """A timed process: three workloads, each with a bias of this process, in three ratios.
+def run_all(sessions: Sessions, process: Callable[[str, Sequence[str]], TimedReading]) -> Sessions:
+    while sessions.open_rows():
+        sessions.run_one(process)
+    return sessions
+
+
+def outcomes_of(rng: random.Random, bad_processes: float, slower: float = 1.0) -> list[TimedOutcome]:
+    """Simulate a gate: three workloads, each with a bias of its process, in three ratios.
 
     bad_processes: share of processes with three times the bias. slower: factor of the candidate's compiled step.
     """
@@ -54,13 +58,7 @@ def simulated(
         logs = (compiled - anchor, eager - anchor, compiled - eager)
         return TimedReading({row: math.exp(x) for row, x in zip(ROWS, logs)})
 
-    return process
-
-
-def outcomes_of(process: Callable[[str, Sequence[str]], TimedReading]) -> list[TimedOutcome]:
-    sessions = Sessions(dict.fromkeys(ROWS, TIME_TEST), SessionPlan(), SessionPlan().budget)
-    while sessions.open_rows():
-        sessions.run_one(process)
+    sessions = run_all(Sessions(dict.fromkeys(ROWS, TIME_TEST), SessionPlan(), BUDGET), process)
     return [t.outcome for t in summarise(sessions.log_ratios, SessionPlan()).values()]
 
 
@@ -68,67 +66,48 @@ def outcomes_of(process: Callable[[str, Sequence[str]], TimedReading]) -> list[T
 def test_false_hold_of_simulated_gates_is_at_most_two_percent(bad_processes: float) -> None:
     """Not from recordings: the noise is drawn with the measured deviations, and with larger ones."""
     rng, runs = random.Random(7), 100
-    found = [outcomes_of(simulated(rng, bad_processes)) for _ in range(runs)]
-    held = sum(TimedOutcome.SLOWER in outcomes for outcomes in found)
-    unknown = sum(TimedOutcome.INCONCLUSIVE in outcomes for outcomes in found)
-    text = f"{rate_text('false HOLD', held, runs)}; {unknown} UNKNOWN"
-    print(text)
-    assert held <= 0.02 * runs, text
+    held = sum(TimedOutcome.SLOWER in outcomes_of(rng, bad_processes) for _ in range(runs))
+    assert held <= 0.02 * runs, rate_text("false HOLD", held, runs)
 
 
 def test_five_percent_slowdown_is_found_in_the_same_noise() -> None:
     rng, runs = random.Random(8), 60
-    held = sum(TimedOutcome.SLOWER in outcomes_of(simulated(rng, 0.1, slower=1.05)) for _ in range(runs))
-    print(rate_text("found", held, runs))
-    assert held >= 0.95 * runs
+    held = sum(TimedOutcome.SLOWER in outcomes_of(rng, 0.1, slower=1.05) for _ in range(runs))
+    assert held >= 0.95 * runs, rate_text("found", held, runs)
 
 
-def test_only_tests_with_open_rows_are_timed_again() -> None:
-    """The slow row needs 12 sessions; the other test is decided after 6 and must not be timed again."""
-    sessions = Sessions({"a/same/s": "t::same", "a/slow/s": "t::slow"}, SessionPlan(), SessionPlan().budget)
+@pytest.mark.parametrize(("tests", "same"), [(("t::same", "t::slow"), 6), ((TIME_TEST, TIME_TEST), 12)])
+def test_only_tests_with_open_rows_are_timed_again(tests: tuple[str, str], same: int) -> None:
+    """The slow row needs 12 sessions, the other one 6. A test with an open row reads all of its rows: that costs
+    nothing, and they are used in the search for slow modes.
+    """
+    sessions = Sessions(dict(zip(("a/same/s", "a/slow/s"), tests)), SessionPlan(), BUDGET)
     requested: list[list[str]] = []
-
-    def process(side: str, tests: list[str]) -> TimedReading:
-        requested.append(list(tests))
-        draw = random.Random(len(requested)).gauss
-        slow = 1.06 if side == "candidate" else 1.0
-        return TimedReading(
-            {"a/same/s": math.exp(draw(0, 0.005)), "a/slow/s": slow * math.exp(draw(0, 0.005))}
-        )
-
-    while sessions.open_rows():
-        sessions.run_one(process)
-    counts = {row: len(found) for row, found in sessions.log_ratios.items()}
-    assert counts == {"a/same/s": 6, "a/slow/s": 12}
-    assert (requested[0], requested[-1]) == (["t::same", "t::slow"], ["t::slow"])
-
-
-def test_with_an_open_row_reads_all_its_rows() -> None:
-    """Reading its decided rows costs nothing, and they are used in the search for slow modes."""
-    sessions = Sessions(
-        dict.fromkeys(("a/same/s", "a/slow/s"), TIME_TEST), SessionPlan(), SessionPlan().budget
-    )
     noise = random.Random(1)
 
-    def process(side: str, tests: Sequence[str]) -> TimedReading:
+    def process(side: str, nodes: Sequence[str]) -> TimedReading:
+        requested.append([*nodes])
         slow = 1.06 if side == "candidate" else 1.0
         return TimedReading({"a/same/s": math.exp(noise.gauss(0, 0.005)), "a/slow/s": slow})
 
-    while sessions.open_rows():
-        sessions.run_one(process)
-    assert {row: len(found) for row, found in sessions.log_ratios.items()} == {"a/same/s": 12, "a/slow/s": 12}
+    run_all(sessions, process)
+    assert {row: len(found) for row, found in sessions.log_ratios.items()} == {
+        "a/same/s": same,
+        "a/slow/s": 12,
+    }
+    assert (requested[0], requested[-1]) == ([*dict.fromkeys(tests)], [tests[1]])
 
 
 def test_only_slow_modes_are_open_after_rows_are_same() -> None:
     """False before the first look, and after a session with a slow process, which must be measured in full."""
     plan = SessionPlan(rules=(SessionRule("a/watched/*", watch=True),))
     even = [0.001, -0.001] * 3
-    slow = [*even, math.log(2)]
 
     def state(readings: Sequence[float]) -> Sessions:
         return Sessions({"a/watched/s": "t::a"}, plan, plan.budget, {"a/watched/s": list(readings)})
 
-    assert [state(x).only_slow_modes_open for x in (even[:4], even, slow)] == [False, True, False]
+    found = [state(x).only_slow_modes_open for x in (even[:4], even, [*even, math.log(2)])]
+    assert found == [False, True, False]
     assert state(even).open_rows() == ["a/watched/s"]
 
 
@@ -137,12 +116,12 @@ def test_cache_pairs_alternate_and_are_kept_with_readings() -> None:
     used, lose = [], iter([False, False, True, False] + [False] * 20)
 
     def process(side: str, tests: Sequence[str]) -> TimedReading:
-        used.append((side, sessions.cache))
+        used.append(sessions.cache)
         return TimedReading({} if next(lose) else {"a/b/s": 1.0 + 0.1 * len(used)})
 
     for _ in range(5):
         sessions.run_one(process)
-    assert [pair for _, pair in used] == [0, 0, 1, 0, 0, 1, 1, 0, 0]
+    assert used == [0, 0, 1, 0, 0, 1, 1, 0, 0]
     assert sessions.caches == {"a/b/s": [0, 0, 1, 0]}, "the second session lost its reading"
     assert sessions.lost_processes == {"t::a": {"adopted": 0, "candidate": 1}}
 
@@ -157,48 +136,41 @@ def test_most_important_tests_are_timed_if_time_is_short() -> None:
         return TimedReading(dict.fromkeys(rows, 1.0))
 
     sessions.run_one(process, sessions.open_tests()[:2])
-    assert requested[0] == requested[1] == ["t::k0", "t::step"]
-    assert [row for row, found in sessions.log_ratios.items() if found] == [
-        "kernels/k0/s",
-        "throughput/step/s",
-    ]
+    assert requested == [["t::k0", "t::step"]] * 2
+    read = [row for row, found in sessions.log_ratios.items() if found]
+    assert read == ["kernels/k0/s", "throughput/step/s"]
 
 
 @pytest.mark.parametrize(
     ("adopted", "candidate", "called"), [(0, 7, False), (0, 8, True), (8, 0, False), (8, 12, False)]
 )
 def test_unequal_losses_are_reported_at_their_level(adopted: int, candidate: int, called: bool) -> None:
-    sessions = Sessions(
-        {"a/b/s": "t::a"},
-        SessionPlan(),
-        72,
-        lost_processes={"t::a": {"adopted": adopted, "candidate": candidate}},
-    )
+    lost = {"t::a": {"adopted": adopted, "candidate": candidate}}
+    sessions = Sessions({"a/b/s": "t::a"}, SessionPlan(), 72, lost_processes=lost)
     assert bool(sessions.unequal_losses()) is called
 
 
-@pytest.mark.parametrize(
-    ("judgement", "expected"),
-    [
-        (seconds(4.0), 4.0),
-        (
-            Judgement(Row("a/b/c", 4.0, "x", 1, "C1", better="higher", interval=(3.9, 4.1)), Verdict.WIN, ""),
-            0.25,
-        ),
-        (seconds(4.0, spread=0.4), None),
-        (seconds(-4.0, spread=-0.01), None),
-        (Judgement(seconds(4.0).row, Verdict.INSTRUMENT, ""), None),
-        (Judgement(seconds(4.0).row, Verdict.MISSING, "not reviewed"), None),
-        (count(4), None),
-        (gone(), None),
-    ],
-    ids=["time", "rate", "rough", "negative", "instrument", "unreviewed", "count", "gone"],
-)
-def test_cost_is_the_time_of_a_valid_timed_row(judgement: Judgement, expected: float | None) -> None:
+RATE = Row("a/b/c", 4.0, "x", 1, "C1", better="higher", interval=(3.9, 4.1))
+COSTS = {
+    "time": (seconds(4.0), 4.0),
+    "rate": (Judgement(RATE, Verdict.WIN, ""), 0.25),
+    "rough": (seconds(4.0, spread=0.4), None),
+    "negative": (seconds(-4.0, spread=-0.01), None),
+    "instrument": (Judgement(seconds(4.0).row, Verdict.INSTRUMENT, ""), None),
+    "unreviewed": (Judgement(seconds(4.0).row, Verdict.MISSING, "not reviewed"), None),
+    "count": (count(4), None),
+    "gone": (gone(), None),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_cost_is_the_time_of_a_valid_timed_row(name: str) -> None:
+    judgement, expected = COSTS[name]
     assert cost(judgement) == expected
 
 
-def test_short_plan_spends_the_full_level_by_its_last_look() -> None:
+def test_plan_depends_on_sessions_and_lane() -> None:
+    """A short plan spends the full level by its last look, and watches for slow modes if its sessions suffice."""
     assert plan_for() == plan_for(99)
     short = plan_for(10)
     assert [look.sessions for look in short.looks] == [6, 8, 10]
@@ -206,22 +178,23 @@ def test_short_plan_spends_the_full_level_by_its_last_look() -> None:
     assert plan_for(6).looks[0].different == 1
     with pytest.raises(ValueError, match="at least 6 sessions, got 5"):
         plan_for(5)
-
-
-def test_slow_modes_are_watched_if_sessions_suffice() -> None:
-    assert plan_for(None, True).rule("throughput/a/b").watch
-    assert plan_for(None, True).rule("throughput/start-cpu/warm_cpu_seconds").watch
-    assert not plan_for(None, True).rule("throughput/start-cpu/cold_cpu_seconds").watch
-    assert not plan_for(12, True).rule("throughput/a/b").watch
-    assert not plan_for(None, False).rule("throughput/a/b").watch
-
-
-def test_plan_of_a_gpu_lane_ends_earlier_and_has_its_margins() -> None:
+    start = "throughput/start-cpu/{}_cpu_seconds".format
+    watched = [
+        plan_for(sessions, modes).rule(row).watch
+        for sessions, modes, row in (
+            (None, True, "throughput/a/b"),
+            (None, True, start("warm")),
+            (None, True, start("cold")),
+            (12, True, "throughput/a/b"),
+            (None, False, "throughput/a/b"),
+        )
+    ]
+    assert watched == [True, True, False, False, False]
     plan = plan_for(None, False, "cuda", [("a/noisy-*", 0.2), ("throughput/start-*", 0.3)])
-    assert (plan.settle, plan_for(None, True).settle) == (8, 16)
+    assert (plan.settle, plan_for(None, True).settle) == (8, 16), "a GPU lane ends earlier"
     noisy = plan.rule("a/noisy-1/rate")
     assert (noisy.same, noisy.different, noisy.weight, noisy.rare) == (0.2, 0.02, 0.1, 0.2)
-    assert plan.rule("throughput/start-h200/cold_cpu_seconds").same == 0.3, "before the rules of all lanes"
+    assert plan.rule(start("cold")).same == 0.3, "before the rules of all lanes"
     assert plan.rule("a/quiet/rate").same == SessionPlan().same
 
 
@@ -251,6 +224,9 @@ def test_watch_counts_children_that_ended(monkeypatch: pytest.MonkeyPatch) -> No
     assert not watch.was_quiet(None)
 
 
+# Starts of suites/throughput, which compile if the folder of the caches is new; no process is started.
+
+
 class OtherSide:
     """The other side of a paired session. empty: whether its caches are."""
 
@@ -266,7 +242,7 @@ class OtherSide:
 
 
 class Starts:
-    """Starts that compile if the folder of the caches is new; no process is started. made: what each compiled."""
+    """made: what each start compiled. meanwhile: runs during the next start."""
 
     def __init__(self, caches: Path) -> None:
         self.caches, self.made = caches, list[int]()
@@ -338,28 +314,36 @@ def test_each_gpu_has_its_own_start_caches(monkeypatch: pytest.MonkeyPatch) -> N
     assert folders[0] != folders[1]
 
 
-def test_warm_start_that_compiles_again_is_not_repeated(begun: Starts) -> None:
-    """Otherwise a cache that now and then misses is never seen: the second process would hit."""
-    starts.cold_start(LANES["cpu"])
+def miss(begun: Starts, patch: pytest.MonkeyPatch) -> None:
+    """If it were repeated, a cache that now and then misses would never be seen: the second process would hit."""
     begun.cached = False
-    assert starts.warm_start(LANES["cpu"])["compiled"] == 3
-    assert begun.made == [3, 3]
 
 
-def test_caches_of_another_build_are_filled_again(begun: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
-    starts.cold_start(LANES["cpu"])
-    monkeypatch.setattr(starts, "_made_by", lambda: {"torch": "2.14.1"})
-    starts.warm_start(LANES["cpu"])
-    assert begun.made == [3, 3, 0]
+WARM = {
+    "cache that misses is not filled again": (miss, [3, 3]),
+    "caches of another build are filled": (
+        lambda _, patch: patch.setattr(starts, "_made_by", lambda: {"torch": "2.14.1"}),
+        [3, 3, 0],
+    ),
+    "other side's caches are full": (
+        lambda _, patch: patch.setattr(starts, "partner", OtherSide),
+        [3, 0],
+    ),
+    "both sides fill empty caches": (
+        lambda _, patch: patch.setattr(starts, "partner", lambda: OtherSide(True)),
+        [3, 3, 0],
+    ),
+}
 
 
-@pytest.mark.parametrize(("empty", "made"), [(False, [3, 0]), (True, [3, 3, 0])], ids=str)
-def test_both_sides_fill_empty_caches(
-    empty: bool, made: list[int], begun: Starts, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", WARM)
+def test_warm_start_fills_caches_if_it_must(
+    name: str, begun: Starts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    change, made = WARM[name]
     starts.cold_start(LANES["cpu"])
-    monkeypatch.setattr(starts, "partner", lambda: OtherSide(empty))
-    starts.warm_start(LANES["cpu"])
+    change(begun, monkeypatch)
+    assert starts.warm_start(LANES["cpu"])["compiled"] == made[-1]
     assert begun.made == made
 
 
@@ -396,17 +380,8 @@ def test_empty_sessions_end_the_measurement_only_in_a_row() -> None:
 def test_sessions_that_lose_readings_now_and_then_end() -> None:
     """At twice the sessions that a row may have."""
     sessions = Sessions({ROWS[0]: TIME_TEST}, None, 3)
-    while sessions.open_rows():
-        costs = {ROWS[0]: 1.0} if sessions.started == 0 else {}
-        sessions.run_one(lambda side, tests, costs=costs: TimedReading(costs))
+    run_all(sessions, lambda side, tests: TimedReading({} if sessions.started else {ROWS[0]: 1.0}))
     assert sessions.started == 6
-
-
-def test_fill_gives_each_process_similar_times() -> None:
-    known = {"a": 50.0, "b": 20.0, "c": 20.0, "d": 10.0}
-    assert balanced(["d", "c", "b", "a"], known, 2) == [["a"], ["c", "b", "d"]]
-    assert balanced(["x", "y", "z"], {}, 2) == [["x", "z"], ["y"]]
-    assert balanced(["new", "d"], known, 3) == [["new"], ["d"], []], "a new test takes the mean, 25 s"
 
 
 def test_series_with_a_round_of_no_cost_is_not_used(tmp_path: Path) -> None:
@@ -450,12 +425,9 @@ NOISE = {row: noise(row) for row in SESSIONS}
 def drawn(rng: random.Random, planted: dict[str, float]) -> dict[str, TimedOutcome]:
     """Run one gate of an unchanged build but for `planted` log-ratios, with several sessions at a time, to DECIDED."""
     have: dict[str, list[float]] = {row: [] for row in NOISE}
-    outcomes: dict[str, TimedOutcome] = {}
+    outcomes = dict.fromkeys(NOISE, TimedOutcome.INCONCLUSIVE)
     for begun in range(0, DECIDED, AT_ONCE):
-        open_rows = [
-            row for row in have if outcomes.get(row, TimedOutcome.INCONCLUSIVE) is TimedOutcome.INCONCLUSIVE
-        ]
-        tests = {TESTS[row] for row in open_rows}
+        tests = {TESTS[row] for row in have if outcomes[row] is TimedOutcome.INCONCLUSIVE}
         for row in [row for row in have if TESTS[row] in tests]:
             for i in range(begun, begun + AT_ONCE):
                 have[row].append(rng.choice((-1, 1)) * rng.choice(NOISE[row][i % 2]) + planted.get(row, 0.0))
@@ -486,5 +458,4 @@ def test_gates_drawn_from_the_noise_of_an_h200(planted: float) -> None:
     outcome = TimedOutcome.SLOWER if planted else TimedOutcome.SAME
     assert sum(game[ATTENTION] is outcome for game in games) >= 0.95 * gates
     still_open = [sum(o is TimedOutcome.INCONCLUSIVE for o in game.values()) for game in games]
-    print("rows open after", DECIDED, "sessions:", sorted(still_open))
     assert statistics.median(still_open) <= 2

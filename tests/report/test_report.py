@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from bumpgate.core import gate_file
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import Judgement, Problem, ProblemKind, Record, Verdict, write_record
-from bumpgate.gate.options import GateConfig
-from bumpgate.gate.state import Gate, SideState
+from bumpgate.gate.state import Gate, GateConfig, SideState
 from bumpgate.gate.verdict import Side
 from bumpgate.report import command as report
 from bumpgate.report import diffs, junit, markdown, page

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from bumpgate.core import gate_file
 from bumpgate.core.findings import DriftReading
+from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Judgement, Problem, ProblemKind, Row, Value, Verdict, write_record
 from bumpgate.gate import measure, pairing, runner, state
 from bumpgate.gate.environments import EnvSpec
-from bumpgate.gate.options import GateConfig
 from bumpgate.gate.plan import plan_for
 from bumpgate.gate.runner import Bench
-from bumpgate.gate.state import Gate, SideState
+from bumpgate.gate.state import Gate, GateConfig, SideState
 from bumpgate.gate.view import View
 from bumpgate.process.runner import NOTHING_SELECTED, Installed, LaneCall, LaneRun
 from tests.support.lane_files import declare_lanes
@@ -30,6 +31,7 @@ from tests.support.tree import CANARIES
 
 COUNT_TEST = "suites/compile/test_a.py::test_count[cpu]"
 TIME_TEST = "suites/throughput/test_b.py::test_time[cpu]"
+TIME_ROW = "throughput/b/seconds"
 # Names of the sides in the seeds of their noise.
 OF_SEED = {"adopted": "good", "candidate": "bad"}
 TORCH = {"adopted": "2.13.0", "candidate": "2.14.0", "anchor": "2.12.0"}
@@ -49,11 +51,11 @@ def gone(
 ) -> Judgement:
     if test == COUNT_TEST:
         return Judgement(Row("compile/a/graph_breaks", None, "breaks", 0, "", test=test), verdict, reason)
-    row = Row("throughput/b/seconds", None, "s", 0, "", better="lower", test=test)
+    row = Row(TIME_ROW, None, "s", 0, "", better="lower", test=test)
     return Judgement(row, verdict, reason)
 
 
-def seconds(value: float, id: str = "throughput/b/seconds", spread: float = 0.03) -> Judgement:
+def seconds(value: float, id: str = TIME_ROW, spread: float = 0.03) -> Judgement:
     interval = (value * (1 - spread), value * (1 + spread))
     row = Row(id, value, "s", 1, "C37", better="lower", tolerance=0.1, interval=interval, test=TIME_TEST)
     return Judgement(row, Verdict.PASS, "")
@@ -102,7 +104,7 @@ class Machine:
         declare_lanes(root)
         self.root, self.cache_folder = root, root.with_name(f"{root.name}-caches")
         self.seed, self.sd = seed, sd
-        self.rows = tuple(rows) or ("throughput/b/seconds",)
+        self.rows = tuple(rows) or (TIME_ROW,)
         self.sides = {name: Behaviour() for name in TORCH}
         self.processes: list[str] = []
         self.read = Counter[tuple[str, str, int]]()
@@ -222,6 +224,29 @@ class Machine:
         made.run()
         return made.gate
 
+    def kill(
+        self, out: Path, config: GateConfig | None = None, when: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Run a gate that is killed before the first process for which `when` is true."""
+
+        def look() -> None:
+            if when():
+                raise KilledError
+
+        self.before_process = look
+        with pytest.raises(KilledError):
+            self.gate(out, config)
+        self.before_process = lambda: None
+
+    def plant(self, *sides: str, **fields: Any) -> None:
+        """Change the behaviour of these sides."""
+        for side in sides:
+            self.sides[side] = replace(self.sides[side], **fields)
+
+
+class KilledError(BaseException):
+    """Simulates a kill: no handler of the gate catches it."""
+
 
 @dataclass
 class PreparedGate:
@@ -260,6 +285,13 @@ class SavingBench(Bench):
     def save(self, gate: Gate) -> Gate:
         self.saved.gate = super().save(gate)
         return self.saved.gate
+
+
+def written(out: Path) -> GateFile:
+    """Return the gate.json of a folder, as its readers see it."""
+    found = gate_file.read(out / state.NAME)
+    assert isinstance(found, GateFile)
+    return found
 
 
 def labels(gate: Gate) -> list[tuple[str, str]]:

@@ -27,10 +27,9 @@ from bumpgate.core.rows import (
     write_record,
 )
 from bumpgate.gate.evidence import judge
-from bumpgate.gate.options import GateConfig
 from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.sequential import Timed
-from bumpgate.gate.state import Gate, Inputs, SideState
+from bumpgate.gate.state import Gate, GateConfig, Inputs, SideState
 from bumpgate.gate.timed import Sessions
 from bumpgate.gate.verdict import GateVerdict, Side
 from bumpgate.history.archive import Archive
