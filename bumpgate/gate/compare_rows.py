@@ -87,22 +87,15 @@ def looks_slower(adopted: Judgement, candidate: Judgement) -> bool:
     second reading: bumpgate.gate.remeasure), a value that the sessions cannot compare (not above 0), and a tolerance
     within which they would call the row SAME. A ratio to another implementation is judged by its own time.
     """
-    if (
-        timed(candidate.row)
-        or candidate.row.own
-        or not is_time(candidate.row)
-        or kinds(adopted.row, candidate.row)
-        or candidate.accepted
-    ):
+    row = candidate.row
+    if timed(row) or row.own or not is_time(row) or kinds(adopted.row, row) or candidate.accepted:
         return False
     if not all(is_finite(j.row.value) and j.row.value > 0 for j in (adopted, candidate)):
         return False
-    against_review = (
-        candidate.verdict is Verdict.REGRESSION and not adopted.red and violation(candidate.row) is None
-    )
+    against_review = candidate.verdict is Verdict.REGRESSION and not adopted.red and violation(row) is None
     if against_review and candidate.tolerance < SAME_MARGIN:
         return False
-    return against_review or change(adopted.row, candidate.row) is ValueChange.AGAIN
+    return against_review or change(adopted.row, row) is ValueChange.AGAIN
 
 
 def slow_in_both(adopted: Judgement, candidate: Judgement, *, paired: bool) -> bool:
@@ -116,20 +109,17 @@ def slow_in_both(adopted: Judgement, candidate: Judgement, *, paired: bool) -> b
     sign = direction(candidate.row)
     if not (both and sign and ABSOLUTE.fullmatch(candidate.row.unit)) or kinds(adopted.row, candidate.row):
         return False
-    assert is_finite(adopted.row.value)
-    assert is_finite(candidate.row.value)
-    worse, better = (
-        (candidate.row.value, adopted.row.value) if sign > 0 else (adopted.row.value, candidate.row.value)
-    )
+    before, after = adopted.row.value, candidate.row.value
+    assert is_finite(before)
+    assert is_finite(after)
+    worse, better = (after, before) if sign > 0 else (before, after)
     return paired or not _beyond(worse, better, TIMES.get(candidate.row.unit, TIMES["ms"]), 0.0)
 
 
 def kinds(adopted: Row, candidate: Row) -> dict[str, tuple[str | bool, str | bool]]:
     """Return field -> its two values, of the fields without which the values of a row cannot be compared."""
-    pairs = {
-        name: (getattr(adopted, name), getattr(candidate, name))
-        for name in ("work", "unit", "better", "per_build")
-    }
+    names = ("work", "unit", "better", "per_build")
+    pairs = {name: (getattr(adopted, name), getattr(candidate, name)) for name in names}
     pairs["timed"] = timed(adopted), timed(candidate)
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
@@ -165,13 +155,10 @@ def with_disturbed(record: Record, other: Record) -> Record:
     stopped = {p.test: p.why for p in record.problems if p.kind is ProblemKind.INFRA}
     known = {j.row.id for j in record.judgements}
     missing = [j.row for j in other.judgements if j.row.test in stopped and j.row.id not in known]
-    added = [Judgement(_unmeasured(row), Verdict.INFRA, stopped[row.test]) for row in missing]
     named = {row.test for row in missing}
+    added = []
+    for row in missing:
+        lost = Row(row.id, None, row.unit, 0, "", better=row.better, test=row.test, per_build=row.per_build)
+        added.append(Judgement(lost, Verdict.INFRA, stopped[row.test]))
     left = [p for p in record.problems if p.kind is not ProblemKind.INFRA or p.test not in named]
     return replace(record, judgements=(*record.judgements, *added), problems=tuple(left))
-
-
-def _unmeasured(row: Row) -> Row:
-    return Row(
-        row.id, None, row.unit, witness=0, rule="", better=row.better, test=row.test, per_build=row.per_build
-    )

@@ -7,13 +7,15 @@ both records. A file whose findings do not follow from its evidence is refused.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bumpgate.core import gate_file
-from bumpgate.core.errors import loads
+from bumpgate.core.baseline import investigate
+from bumpgate.core.errors import loads, one_line
 from bumpgate.core.findings import Decision, Finding, group
 from bumpgate.core.gate_file import GateFile, GateFileError
 from bumpgate.core.rows import Problem, Record
@@ -21,20 +23,11 @@ from bumpgate.core.text import redacted
 from bumpgate.gate import state
 from bumpgate.gate.drift import apply_to_times, find_drifts
 from bumpgate.gate.sequential import summarise
-from bumpgate.gate.state import Gate
+from bumpgate.gate.state import FAST, Gate
 from bumpgate.gate.timed import Sessions
-from bumpgate.gate.verdict import (
-    Side,
-    added_up,
-    anchor_gap,
-    equal_sides,
-    judge_gate,
-    left_out,
-    of_adopted_alone,
-    tree_gap,
-    unequal_losses,
-)
+from bumpgate.gate.verdict import NOT_RUN, Side, added_up, judge_gate
 from bumpgate.process.runner import by_hand
+from bumpgate.table import part_of_lane
 
 # What the evidence decides. A command that reproduces a finding also depends on where the gate ran.
 DECIDED = ("decision", "exit_code", "findings", "timed", "drifts", "accepted", "moved")
@@ -63,15 +56,16 @@ def judge(
     verdict = judge_gate(
         lane, sides["adopted"], sides["candidate"], timed, crept, gate.paired.lost if gate.paired else ""
     )
-    lost = unequal_losses(lane, gate.paired) if gate.paired else []
-    gaps = [
-        *anchor_gap(gate, root, options),
-        *tree_gap(gate, inputs.tree),
-        *equal_sides(gate),
-        *left_out(gate, records.get("candidate")),
-    ]
     crept_up = added_up(lane, verdict.findings, records.get("candidate"), inputs.oldest)
-    findings = group([*verdict.findings, *crept_up, *of_adopted_alone(lane, alone), *lost, *gaps])
+    # A fault of the adopted side's timed processes costs a reading, and a row with too few is INCONCLUSIVE.
+    shown = [
+        Finding(Decision.ADOPT, "PROBLEM", "", p.why, (), (str(p),), (), investigate(lane, p.test), (p.test,))
+        for p in alone
+    ]
+    lost = _unequal_losses(lane, gate.paired) if gate.paired else []
+    anchor = _anchor_gaps(gate, root, options)
+    gaps = _gaps(gate, records.get("candidate"))
+    findings = group([*verdict.findings, *crept_up, *shown, *lost, *anchor, *gaps])
     return replace(
         gate,
         drifts={row: drifts[-1] for row, drifts in found.items()},
@@ -147,3 +141,75 @@ def _with_problems(side: Side, problems: Sequence[Problem]) -> Side:
     if side.record is None or not problems:
         return side
     return replace(side, record=replace(side.record, problems=(*side.record.problems, *problems)))
+
+
+def _gaps(gate: Gate, candidate: Record | None) -> list[Finding]:
+    """Report what leaves the whole gate without an answer: an edited tree, equal sides, a part of the lane."""
+    assert gate.inputs
+    found = []
+    if gate.inputs.tree:  # the two sides may have run different tests
+        head = f"the work tree changed while the gate measured ({'; '.join(gate.inputs.tree)})"
+        found.append(Finding(Decision.UNKNOWN, "INFRA", "", head, repro=gate.command))
+    if gate.sides["adopted"].equals(gate.sides["candidate"]):
+        head = "the sides are equal: the same packages in the same versions"
+        found.append(Finding(Decision.UNKNOWN, "EQUAL", "", head))
+    if gate.config.fast and candidate is not None:
+        part = part_of_lane(candidate.provenance.get("part"))
+        head = "; ".join(filter(None, (f"{FAST} measures no time", part)))
+        whole = shlex.join(word for word in shlex.split(gate.command) if word != FAST)
+        found.append(Finding(Decision.UNKNOWN, "PART", "", head, repro=whole))
+    return found
+
+
+def _unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
+    """Return findings on tests whose timed readings the candidate loses: too noisy to use, or their processes died."""
+    found = []
+    for test, p in sessions.unequal_losses().items():
+        adopted, candidate = (
+            f"{sessions.lost_processes[test][side]} timed processes without a reading in {sessions.started} sessions"
+            for side in ("adopted", "candidate")
+        )
+        rows = tuple(row for row, node in sessions.tests.items() if node == test)
+        head = f"timed processes without a reading, more than the adopted build's (adjusted p {p:.2g})"
+        repro = investigate(lane, test)
+        found.append(Finding(Decision.HOLD, "LOST", "", head, rows, (adopted,), (candidate,), repro))
+    return found
+
+
+def _anchor_gaps(gate: Gate, root: Path, options: Sequence[str]) -> list[Finding]:
+    """Report an anchor that could not be paired, and rows without a reading against it, whose drift is not measured.
+
+    If the budget ended the sessions, this is shown only: --resume continues them.
+    options: of pytest, in the line that reproduces a fault.
+    """
+    side, sessions = gate.sides.get("anchor"), gate.drifted
+    if side and side.failure:
+        head = one_line(side.failure)
+        seen = (f"{side.name}: {head}",)
+        return [Finding(Decision.UNKNOWN, "INFRA", "", head, adopted=seen, repro=side.command)]
+    found: list[Finding] = []
+    open_rows = sessions.open_rows() if sessions else []
+    for row, test in sessions.tests.items() if sessions else ():
+        assert sessions
+        count = len(sessions.log_ratios[row])
+        if count == sessions.limit:
+            continue
+        decision, label, name = Decision.ADOPT, NOT_RUN, "candidate"
+        head = "no drift is measured: the budget is spent"
+        if row not in open_rows:
+            other, why = _why_lost(sessions, test)
+            decision, label, name = Decision.UNKNOWN, "INFRA", "anchor" if other == "adopted" else "candidate"
+            head = f"{name}: {one_line(why)}"
+        seen = (f"{row}: {count} of {sessions.limit} sessions with the anchor",)
+        repro = by_hand(Path(gate.sides[name].python), root, investigate(gate.config.lane, test), options)
+        found.append(Finding(decision, label, "", head, rows=(row,), candidate=seen, repro=repro))
+    return found
+
+
+def _why_lost(sessions: Sessions, test: str) -> tuple[str, str]:
+    """Return the side, "adopted" or "candidate", whose times of a test were lost, and why."""
+    for side, faults in sessions.faults.items():
+        if test in faults:
+            return side, faults[test]
+    side, _, why = sessions.lost.partition(": ")
+    return side or "adopted", why or "no process gave a time"

@@ -12,6 +12,7 @@ from pathlib import Path
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import Record, read_record
+from bumpgate.gate.environments import SIDES
 from bumpgate.gate.remeasure import outside_on_one_side
 from bumpgate.gate.timed import timed_rows
 from bumpgate.gate.verdict import Side, judge_gate
@@ -31,12 +32,9 @@ def certain_findings(lane: str, adopted: Side, candidate: Side) -> list[Finding]
     assert adopted.record
     assert candidate.record
     to_time = timed_rows(adopted.record, candidate.record).keys()
+    found = (f for f in judge_gate(lane, adopted, candidate).findings if f.decision is not Decision.ADOPT)
     # A finding without rows is a failed test.
-    return [
-        f
-        for f in judge_gate(lane, adopted, candidate, {}, {}).findings
-        if f.decision is not Decision.ADOPT and (not f.rows or not {*f.rows} <= to_time)
-    ]
+    return [f for f in found if not f.rows or not {*f.rows} <= to_time]
 
 
 def first_answer(findings: list[Finding]) -> list[str]:
@@ -94,10 +92,7 @@ class Interim:
             return []
         adopted, candidate = common
         at = f"{(time.monotonic() - self.started) / 60:.1f} min"
-        sides = [
-            replace(self.sides[name], record=record)
-            for name, record in (("adopted", adopted), ("candidate", candidate))
-        ]
+        sides = (replace(self.sides[name], record=found) for name, found in zip(SIDES, common))
         found = certain_findings(self.lane, *sides)
         pending = {*outside_on_one_side(adopted, candidate)} if self.again else set()
         holding = (f for f in found if f.decision is Decision.HOLD)
@@ -119,17 +114,12 @@ class Interim:
                 found[name] = read_record(path)
             except BumpgateError:
                 return None  # not written yet
-        if found.keys() != {"adopted", "candidate"}:
+        if found.keys() != {*SIDES}:
             return None
         both = set.intersection(*({j.row.id for j in record.judgements} for record in found.values()))
+        parts = (tuple(j for j in found[name].judgements if j.row.id in both) for name in SIDES)
         adopted, candidate = (
-            replace(
-                found[name],
-                judgements=tuple(j for j in found[name].judgements if j.row.id in both),
-                complete=True,
-                problems=(),
-                tests={},
-            )
-            for name in ("adopted", "candidate")
+            replace(found[name], judgements=part, complete=True, problems=(), tests={})
+            for name, part in zip(SIDES, parts)
         )
         return (adopted, candidate) if both else None

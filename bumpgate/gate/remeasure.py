@@ -62,11 +62,8 @@ def outside_on_one_side(adopted: Record, candidate: Record) -> dict[str, str]:
     other; empty if they are of more than MOST_TESTS tests.
     """
     before = {j.row.id: j for j in adopted.judgements}
-    found = {
-        j.row.id: j.row.test
-        for j in candidate.judgements
-        if j.row.id in before and _outside_on_one(before[j.row.id], j)
-    }
+    both = ((before[j.row.id], j) for j in candidate.judgements if j.row.id in before)
+    found = {j.row.id: j.row.test for other, j in both if _outside_on_one(other, j)}
     return found if len(set(found.values())) <= MOST_TESTS else {}
 
 
@@ -93,14 +90,14 @@ def read_again(bench: Bench, gate: Gate) -> Gate:
     names = [name for name in SIDES if not gate.sides[name].read_again]
     if not rows or not names:
         return gate
-    started, lost = time.monotonic(), ""
+    started, lost, tests = time.monotonic(), "", sorted(set(rows.values()))
     # On a CPU the two sides would disturb each other; shares of a machine with several GPUs do not.
     for group in bench.groups(names) if bench.shares else [[name] for name in names]:
         with TemporaryDirectory() as folder:
             runs = bench.run_sides(
                 group,
                 "again the times outside of a bound",
-                [*bench.options(gate), "-n", "0", *sorted(set(rows.values()))],
+                [*bench.options(gate), "-n", "0", *tests],
                 "bounds-{}.json",
                 env_vars={"BUMPGATE_ROUNDS": str(ROUNDS)},
                 # On filled caches a time that includes a compilation would pass whatever the build.
@@ -136,8 +133,7 @@ def _merge(path: Path, again: Record, rows: Mapping[str, str]) -> None:
         better_reading(j, second[j.row.id]) if j.row.id in rows and j.row.id in second else j
         for j in record.judgements
     ]
-    known = {j.row.id for j in merged}
-    failed = {p.test for p in record.problems}
+    known, failed = {j.row.id for j in merged}, {p.test for p in record.problems}
     write_record(
         path,
         record.provenance,

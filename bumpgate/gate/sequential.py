@@ -104,14 +104,10 @@ def log_ratio_of_rounds(adopted: Sequence[float], candidate: Sequence[float]) ->
     Neighbouring rounds are averaged first: the sides swap cores after each round, so that a disturbance of one core
     cancels; then Hodges-Lehmann over the averages. Raises ValueError on costs that do not pair.
     """
-    if (
-        len(adopted) != len(candidate)
-        or not adopted
-        or not all(0 < x < math.inf for x in (*adopted, *candidate))
-    ):
-        raise ValueError(
-            f"{len(adopted)} and {len(candidate)} rounds do not pair, or a cost is not positive and finite"
-        )
+    positive = all(0 < x < math.inf for x in (*adopted, *candidate))
+    if not adopted or len(adopted) != len(candidate) or not positive:
+        counts = f"{len(adopted)} and {len(candidate)}"
+        raise ValueError(f"{counts} rounds do not pair, or a cost is not positive and finite")
     logs = [math.log(b / a) for a, b in zip(adopted, candidate)]
     places = [(x + y) / 2 for x, y in zip(logs[::2], logs[1::2])]
     return estimate(places or logs)
@@ -132,9 +128,7 @@ def p_above(log_ratios: tuple[float, ...], bound: float) -> float:
     counts = 1
     for score in scores:
         counts += counts << (score * width)
-    at_least = (counts >> (observed * width)) % (
-        (1 << width) - 1
-    )  # the remainder sums the upper coefficients
+    at_least = (counts >> (observed * width)) % ((1 << width) - 1)
     return float(at_least / 2 ** len(scores))
 
 
@@ -209,12 +203,8 @@ def cache_biases(
     if len(of_test) < MANY_TESTS:
         return dict.fromkeys(sessions, plan.cache_sd)
     pooled = CERTAIN * MAD * statistics.median(of_test.values()) / 2
-    return {
-        row: min(plan.cache_sd, max(pooled, LEAST_BIAS, differences[row] / 2))
-        if row in differences
-        else plan.cache_sd
-        for row in sessions
-    }
+    own = {row: max(pooled, LEAST_BIAS, apart / 2) for row, apart in differences.items()}
+    return {row: min(plan.cache_sd, own.get(row, plan.cache_sd)) for row in sessions}
 
 
 def decide(
@@ -238,17 +228,10 @@ def summarise(
     p = holm(likelier, shares(sessions, plan))
     out = {}
     for row, values in sessions.items():
+        outcome, _, mode = judged[row]
         ratio = math.exp(estimate(values)) if values else math.nan
         low, high = (math.exp(x) for x in interval(values, plan))
-        out[row] = Timed(
-            judged[row][0],
-            ratio,
-            (low, high),
-            sessions=len(values),
-            p=p[row],
-            slow=slow_sessions(values),
-            mode=judged[row][2],
-        )
+        out[row] = Timed(outcome, ratio, (low, high), len(values), p[row], slow_sessions(values), mode)
     return out
 
 
@@ -347,7 +330,9 @@ def holm(p_values: Mapping[str, float], shares: Mapping[str, float] | None = Non
     remaining level.
     Raises ValueError on a p outside [0, 1].
     """
-    _check(p_values)
+    for row, p in p_values.items():
+        if not 0 <= p <= 1:  # false for NaN too
+            raise ValueError(f"{row}: a p-value lies in [0, 1], got {p!r}")
     weights = shares or dict.fromkeys(p_values, 1.0)
     out: dict[str, float] = {}
     floor, left = 0.0, math.fsum(weights[row] for row in p_values)
@@ -356,9 +341,3 @@ def holm(p_values: Mapping[str, float], shares: Mapping[str, float] | None = Non
         left -= weights[row]
         out[row] = floor
     return out
-
-
-def _check(p_values: Mapping[str, float]) -> None:
-    for row, p in p_values.items():
-        if not 0 <= p <= 1:  # false for NaN too
-            raise ValueError(f"{row}: a p-value lies in [0, 1], got {p!r}")

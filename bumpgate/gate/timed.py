@@ -81,16 +81,15 @@ def timed_rows(adopted: Record, candidate: Record) -> dict[str, str]:
     def measured(record: Record) -> dict[str, Judgement]:
         return {j.row.id: j for j in record.judgements if j.verdict in MEASURED}
 
+    def spoiled(record: Record) -> dict[str, Row]:
+        return {j.row.id: j.row for j in record.judgements if j.verdict is Verdict.INFRA and j.row.unmeasured}
+
     adopted, candidate = with_disturbed(adopted, candidate), with_disturbed(candidate, adopted)
-    read_before, read_after = measured(adopted), measured(candidate)
-    before, after = (
-        {id: j.row for id, j in side.items() if timed(j.row)} for side in (read_before, read_after)
-    )
+    reads = measured(adopted), measured(candidate)
+    before, after = ({id: j.row for id, j in side.items() if timed(j.row)} for side in reads)
     spoiled_before, spoiled_after = spoiled(adopted), spoiled(candidate)
     by_both = (before.keys() | spoiled_before.keys()) & (after.keys() | spoiled_after.keys())
-    again = {
-        id: j.row for id, j in read_after.items() if id in read_before and looks_slower(read_before[id], j)
-    }
+    again = {id: j.row for id, j in reads[1].items() if id in reads[0] and looks_slower(reads[0][id], j)}
     disturbed = {
         id: row
         for id, row in spoiled_after.items()
@@ -99,11 +98,6 @@ def timed_rows(adopted: Record, candidate: Record) -> dict[str, str]:
     found = {id: row for id, row in (disturbed | before | after).items() if id in by_both} | again
     other = {id for id in before.keys() & after.keys() if kinds(before[id], after[id])}
     return {id: row.test for id, row in found.items() if id not in other}
-
-
-def spoiled(record: Record) -> dict[str, Row]:
-    """Return row id -> row of those that could not be measured because of the machine."""
-    return {j.row.id: j.row for j in record.judgements if j.verdict is Verdict.INFRA and j.row.unmeasured}
 
 
 def cost(j: Judgement) -> float | None:
@@ -122,21 +116,17 @@ def reading(run: LaneRun, tests: Sequence[str], rows: Collection[str]) -> TimedR
     costs = {j.row.id: c for j in judgements if (c := cost(j)) is not None}
     series = {j.row.id: j.row.series.get(COST_PER_ROUND, ()) for j in judgements}
     rounds = {row: points for row, points in series.items() if points and all(x > 0 for x in points)}
-    faults = {
-        j.row.test: j.reason
-        for j in judgements
-        if j.verdict is Verdict.MISSING and j.row.unmeasured and j.row.id in rows
-    }
+    missing = (j for j in judgements if j.verdict is Verdict.MISSING and j.row.unmeasured)
+    faults = {j.row.test: j.reason for j in missing if j.row.id in rows}
     disturbed = ""
     for problem in run.record.problems if run.record else ():
         if problem.test in tests and problem.kind is ProblemKind.INFRA:
             disturbed = problem.why
         elif problem.test in tests:
             faults.setdefault(problem.test, problem.why)
-    spoiled = (j for j in judgements if j.row.test in tests and j.row.id not in costs)
-    lost = run.failure or next(
-        (_why_lost(j) for j in spoiled if j.verdict is Verdict.INFRA or timed(j.row)), disturbed
-    )
+    lost_rows = (j for j in judgements if j.row.test in tests and j.row.id not in costs)
+    whys = (_why_lost(j) for j in lost_rows if j.verdict is Verdict.INFRA or timed(j.row))
+    lost = run.failure or next(whys, disturbed)
     if run.code < 0 and not ending(run.code).crash:
         return TimedReading(costs, {}, lost, rounds)
     if run.failure:
@@ -153,11 +143,15 @@ class Sessions:
     """The sessions so far. `plan` decides the rows; without it, each row gets `limit` sessions and no verdict.
 
     tests: row id -> node id. A test is timed while one of its rows is open, and then yields all its rows.
-    cache_pairs: number of pairs of compile caches, used in turn. warm: whether all of them have been filled.
-    caches: row id -> the pair used by each of its log-ratios. started: number of completed sessions, empty ones
-    included. consecutive_empty: number of empty ones at the end. lost: why a time was last lost.
+    started: number of completed sessions, empty ones included.
+    consecutive_empty: number of empty ones at the end.
+    lost: why a time was last lost.
+    faults: side -> node id -> the first reason.
+    failures: side -> number of processes with a fault.
+    cache_pairs: number of pairs of compile caches, used in turn.
+    warm: whether all of them have been filled.
+    caches: row id -> the pair used by each of its log-ratios.
     lost_processes: node id -> side -> number of processes that lost a reading of that test.
-    faults: side -> node id -> the first reason. failures: side -> number of processes with a fault.
     """
 
     tests: Mapping[str, str]
@@ -208,12 +202,9 @@ class Sessions:
         if self.consecutive_empty >= MAX_EMPTY_SESSIONS or self.started >= 2 * self.limit:
             return []
         outcomes = decide(self.log_ratios, self.plan, self.family) if self.plan else {}
-        rows = [
-            row
-            for row, found in self.log_ratios.items()
-            if len(found) < self.limit
-            and outcomes.get(row, TimedOutcome.INCONCLUSIVE) is TimedOutcome.INCONCLUSIVE
-        ]
+        still = TimedOutcome.INCONCLUSIVE
+        unlimited = (row for row, found in self.log_ratios.items() if len(found) < self.limit)
+        rows = [row for row in unlimited if outcomes.get(row, still) is still]
         share = shares(self.log_ratios, self.plan) if self.plan else {}
         return sorted(rows, key=lambda row: -share.get(row, 1.0))
 
@@ -248,28 +239,25 @@ class Sessions:
         readings: list[list[tuple[str, list[str], TimedReading]]] = [[] for _ in orders]
         for letters in zip(*orders):
             calls = [(i, SIDE[x], self._tests_of(rows[i])) for i, x in enumerate(letters) if rows[i]]
-            for (i, side, _), found in zip(calls, processes(calls) if calls else ()):
-                readings[i].append((side, rows[i], found))
-                rows[i] = [row for row in rows[i] if row in found.costs]
+            for (i, side, _), result in zip(calls, processes(calls) if calls else ()):
+                readings[i].append((side, rows[i], result))
+                rows[i] = [row for row in rows[i] if row in result.costs]
         for order, complete, session in zip(orders, rows, readings):
-            self._keep(
-                session, {row: log_ratio(order, [r.costs[row] for _, _, r in session]) for row in complete}
-            )
+            found = {row: log_ratio(order, [r.costs[row] for _, _, r in session]) for row in complete}
+            self._keep(session, found)
 
     def run_duet(self, duet: Duet, tests: Sequence[str] | None = None) -> None:
         """Run one session, both sides at once."""
         requested = self._rows_of(self.open_tests() if tests is None else tests)
         adopted, candidate = duet(self._tests_of(requested), alternate(self.started) == "BA")
-        rows = [row for row in requested if row in adopted.costs and row in candidate.costs]
-        self._keep(
-            [("adopted", requested, adopted), ("candidate", requested, candidate)],
-            {
-                row: log_ratio_of_rounds(adopted.rounds[row], candidate.rounds[row])
-                if len(adopted.rounds.get(row, ())) == len(candidate.rounds.get(row, ())) > 0
-                else log_ratio("AB", [adopted.costs[row], candidate.costs[row]])
-                for row in rows
-            },
-        )
+        found = {}
+        for row in [row for row in requested if row in adopted.costs and row in candidate.costs]:
+            rounds = adopted.rounds.get(row, ()), candidate.rounds.get(row, ())
+            if len(rounds[0]) == len(rounds[1]) > 0:
+                found[row] = log_ratio_of_rounds(*rounds)
+            else:
+                found[row] = log_ratio("AB", [adopted.costs[row], candidate.costs[row]])
+        self._keep([("adopted", requested, adopted), ("candidate", requested, candidate)], found)
 
     def _rows_of(self, tests: Sequence[str]) -> list[str]:
         return [row for row in self.tests if self.tests[row] in tests]

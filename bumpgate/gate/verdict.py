@@ -12,13 +12,11 @@ Rows are grouped by cause: one metric whose evidence starts alike is one finding
 from __future__ import annotations
 
 import math
-import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from bumpgate.core import census, kernel_code
@@ -37,7 +35,6 @@ from bumpgate.core.findings import (
 from bumpgate.core.outcomes import skipped_in_both
 from bumpgate.core.rows import (
     Judgement,
-    Problem,
     ProblemKind,
     Record,
     Value,
@@ -58,40 +55,13 @@ from bumpgate.gate.compare_rows import (
 from bumpgate.gate.drift import Drift
 from bumpgate.gate.materiality import OF_VARIANT, material_time, other_device, plausible
 from bumpgate.gate.sequential import Timed
-from bumpgate.gate.state import FAST, Gate
-from bumpgate.gate.timed import Sessions
-from bumpgate.process.runner import by_hand
-from bumpgate.table import part_of_lane
 
-# Right on both sides, but worse on the candidate side by more than the kind of row allows.
-WORSE = "WORSE"
-ONE_SIDE = "measured on one side only"
-# What only the candidate's tests logged (bumpgate.plugin.logged).
-LOGS = "LOGS"
-# Both sides are the same set.
-EQUAL = "EQUAL"
-# The sides ran another pattern, dtype, batch or number of tokens, so their values are not comparable.
-OTHER_WORK = "OTHER WORK"
-# The sides report the row with another unit, direction or kind.
-OTHER_KIND = "OTHER KIND"
-# Import, start memory and warm start of another variant of torch.
-VARIANT = "VARIANT"
-# Rows that only the candidate can measure, such as those of a capability that its release adds.
-NEW = "NEW"
-# Rows that the candidate is not required to report: no kernel wheel fits it.
-NOT_RUN = "NOT RUN"
-# Times that miss their limit on both sides, and are not worse in the candidate.
-SLOW_IN_BOTH = "SLOW IN BOTH"
+# Labels, as docs/gate.md explains them.
+WORSE, OTHER_WORK, OTHER_KIND, VARIANT = "WORSE", "OTHER WORK", "OTHER KIND", "VARIANT"
+NEW, NOT_RUN, SLOW_IN_BOTH, LOGS = "NEW", "NOT RUN", "SLOW IN BOTH", "LOGS"
 # Labels that are shown with the metric of their rows.
 BY_METRIC = (
-    "FIXED",
-    "WIN",
-    NEW,
-    PEER,
-    "KNOWN DEFECT",
-    "RED IN BOTH",
-    SLOW_IN_BOTH,
-    WORSE,
+    *("FIXED", "WIN", NEW, PEER, "KNOWN DEFECT", "RED IN BOTH", SLOW_IN_BOTH, WORSE),
     *(v.value for v in PRODUCT),
 )
 # Verdicts on a ratio to another implementation that was measured.
@@ -158,9 +128,11 @@ TABLE = {
 class Side:
     """One environment of the gate.
 
-    name: as shown, "torch 2.13.0". record: its measurements; None if it did not get that far.
-    failure: why the record is missing, in one line (the end of the build's log). canaries: name -> reason of the
-    failed ones. command: rebuilds the environment.
+    name: as shown, "torch 2.13.0".
+    record: its measurements; None if it did not get that far.
+    failure: why the record is missing, in one line (the end of the build's log).
+    canaries: name -> reason of the failed ones.
+    command: rebuilds the environment.
     """
 
     name: str
@@ -206,14 +178,12 @@ def judge_gate(
     tests: dict[str, str] = {}
     read_once: dict[str, tuple[str, str]] = {}
     if adopted.record and candidate.record:
-        records = (
-            with_disturbed(adopted.record, candidate.record),
-            with_disturbed(candidate.record, adopted.record),
-        )
-        before, after = map(_by_id, records)
+        one = with_disturbed(adopted.record, candidate.record)
+        other = with_disturbed(candidate.record, adopted.record)
+        before, after = _by_id(one), _by_id(other)
         tests = {row: j.row.test for row, j in (before | after).items()}
         read_once = {row: (_read_once(before.get(row)), _read_once(after.get(row))) for row in timed}
-        loose += _of_records(lane, *records, timed.keys())
+        loose += _of_records(lane, one, other, timed.keys())
     for row, t in sorted(timed.items()):
         loose += of_sessions(lane, row, t, tests.get(row, ""), read_once.get(row, ("", "")), lost)
     loose += [of_drift(lane, row, c, tests.get(row, "")) for row, c in sorted(drifts.items())]
@@ -242,7 +212,14 @@ def _of_records(lane: str, adopted: Record, candidate: Record, timed: Collection
     before, after = _by_id(adopted), _by_id(candidate)
     new = _new_rows(adopted, candidate)
     spared = candidate.not_run | skipped_in_both(before, after)
-    found = [*_not_run_findings(spared), *_new_tiers(lane, [after[row] for row in sorted(new)])]
+    reasons: dict[str, list[str]] = {}
+    for row, reason in spared.items():
+        reasons.setdefault(reason, []).append(row)
+    found = [
+        Finding(Decision.ADOPT, NOT_RUN, "", reason, tuple(rows), (), (f"{len(rows)} rows not run",))
+        for reason, rows in reasons.items()
+    ]
+    found += _new_tiers(lane, [after[row] for row in sorted(new)])
     for row in sorted((before.keys() | after.keys()) - new - spared.keys()):
         g, b = _code_of_both(before.get(row), after.get(row))
         if row in timed:
@@ -275,11 +252,7 @@ def _by_id(record: Record) -> dict[str, Judgement]:
 
 
 def _new_rows(adopted: Record, candidate: Record) -> set[str]:
-    """Return the rows of tiers that the candidate alone has.
-
-    They are of a tier that the adopted side did not collect, since it lacks the dependencies, or of kernels that its
-    triton does not launch.
-    """
+    """Return the rows of tiers that the adopted side did not collect, or of kernels that its triton lacks."""
     if not adopted.complete:
         return set()
     collected = {tier(j.row.test) for j in adopted.judgements} | {tier(p.test) for p in adopted.problems}
@@ -294,31 +267,12 @@ def _new_tiers(lane: str, judgements: Iterable[Judgement]) -> list[Finding]:
         by_tier.setdefault(tier(j.row.test), []).append(j)
     found = []
     for folder, rows in by_tier.items():
+        head = f"{folder}: not measured in the adopted environment, so not compared"
         wrong = sum(violation(j.row) is not None for j in rows)
-        found.append(
-            Finding(
-                Decision.ADOPT,
-                NEW,
-                "",
-                f"{folder}: not measured in the adopted environment, so not compared",
-                rows=tuple(j.row.id for j in rows),
-                adopted=("not collected",),
-                candidate=(f"{len(rows)} rows, {wrong} of them against what their tests derive",),
-                repro=f"pytest -m {lane} {folder}",
-            )
-        )
+        now = f"{len(rows)} rows, {wrong} of them against what their tests derive"
+        ids, repro = tuple(j.row.id for j in rows), f"pytest -m {lane} {folder}"
+        found.append(Finding(Decision.ADOPT, NEW, "", head, ids, ("not collected",), (now,), repro))
     return found
-
-
-def _not_run_findings(spared: Mapping[str, str]) -> list[Finding]:
-    """Return one finding per reason: listed, but not evidence in either direction."""
-    reasons: dict[str, list[str]] = {}
-    for row, reason in spared.items():
-        reasons.setdefault(reason, []).append(row)
-    return [
-        Finding(Decision.ADOPT, NOT_RUN, "", reason, tuple(rows), (), (f"{len(rows)} rows not run",))
-        for reason, rows in reasons.items()
-    ]
 
 
 def _absent(j: Judgement | None) -> bool:
@@ -376,10 +330,10 @@ def _lost_tests(lane: str, adopted: Record, candidate: Record, spared: Mapping[s
     before, after = _by_id(adopted), _by_id(candidate)
     missing = {row for row in before if row in spared or _absent(after.get(row))}
     shown = {before[row].row.test for row in missing}
-    whole = adopted.complete and candidate.complete
+    decision = Decision.HOLD if adopted.complete and candidate.complete else Decision.UNKNOWN
     return [
         Finding(
-            Decision.HOLD if whole else Decision.UNKNOWN,
+            decision,
             Verdict.MISSING.value,
             "",
             f"tests that ran in the adopted set: {census.LOST[outcome]}",
@@ -441,30 +395,26 @@ def _finding(
     if shown is None:
         return []
     decision, label = result
-    product = label in BY_METRIC
-    metric = shown.row.id.rsplit("/", 1)[1] if product else ""
-    twice = not (_absent(adopted) or _absent(candidate))
-    if adopted and candidate and label in (OTHER_WORK, OTHER_KIND):
-        differs = ", ".join(
-            f"{name} {a!r} and {b!r}" for name, (a, b) in kinds(adopted.row, candidate.row).items()
+    metric, head = "", ""
+    if label in BY_METRIC:
+        metric, head = shown.row.id.rsplit("/", 1)[1], _head(adopted, candidate)
+    elif adopted and candidate and label in (OTHER_WORK, OTHER_KIND):
+        differs = kinds(adopted.row, candidate.row).items()
+        head = f"{shown.row.id}: {', '.join(f'{name} {a!r} and {b!r}' for name, (a, b) in differs)}"
+    else:
+        # Without the name of its test, which is not part of the cause.
+        reason = shown.reason.replace(shown.row.test, "its test") if shown.row.test else shown.reason
+        once = (
+            "measured on one side only"
+            if _absent(adopted) or _absent(candidate)
+            else "read once on each side"
         )
-        shown = replace(shown, reason=f"{shown.row.id}: {differs}")
-    head = (
-        _head(adopted, candidate)
-        if product
-        else _reason(shown, "read once on each side" if twice else ONE_SIDE)
-    )
+        head = one_line(reason) or once
     repro = investigate(lane, shown.row.test)
     if decision is Decision.UNKNOWN:
         repro = shown.command or repro
     both = _shown(adopted, candidate), _shown(candidate, adopted)
     return [Finding(decision, label, metric, head, (shown.row.id,), *both, repro)]
-
-
-def _reason(j: Judgement, otherwise: str) -> str:
-    """Return why a row could not be judged, without the name of its test, which is not part of the cause."""
-    text = j.reason.replace(j.row.test, "its test") if j.row.test else j.reason
-    return one_line(text) or otherwise
 
 
 def reading_of(j: Judgement | None, *, alone: bool = False) -> Reading:
@@ -550,13 +500,9 @@ def _peer_faster(
     after: Mapping[str, Judgement],
 ) -> bool:
     """Return whether a ratio to another implementation is worse, and both sides have the own time that is judged."""
-    if (
-        adopted is None
-        or candidate is None
-        or not candidate.row.own
-        or adopted.row.own != candidate.row.own
-        or kinds(adopted.row, candidate.row)
-    ):
+    if adopted is None or candidate is None or not candidate.row.own:
+        return False
+    if adopted.row.own != candidate.row.own or kinds(adopted.row, candidate.row):
         return False
     own = [side.get(candidate.row.own) for side in (before, after)]
     if any(j is None or _absent(j) or not is_finite(j.row.value) for j in (*own, adopted, candidate)):
@@ -576,8 +522,7 @@ def _is_defect(j: Judgement) -> bool:
 def _compare_defect(adopted: Judgement, candidate: Judgement) -> tuple[Decision, str] | None:
     """Compare a known upstream defect by its presence on each side.
 
-    A defect on both sides is not a difference. It is still shown if the candidate is outside its version range:
-    a lane run under the candidate is red until the range is widened.
+    On both sides it is still shown if the candidate is outside its version range: a lane run there is red.
     """
     if adopted.row.value == candidate.row.value:
         return (Decision.ADOPT, "KNOWN DEFECT") if candidate.red else None
@@ -665,33 +610,6 @@ def of_sessions(
     return [found(metric=metric, head=head, adopted=(f"{row}: {once or 1}",), candidate=(seen,))]
 
 
-def unequal_losses(lane: str, sessions: Sessions) -> list[Finding]:
-    """Return findings on tests whose timed readings the candidate loses: too noisy to use, or their processes died."""
-    found = []
-    for test, p in sessions.unequal_losses().items():
-        lost = sessions.lost_processes[test]
-        adopted, candidate = (
-            f"{lost[side]} timed processes without a reading in {sessions.started} sessions"
-            for side in ("adopted", "candidate")
-        )
-        rows = tuple(row for row, node in sessions.tests.items() if node == test)
-        head = f"timed processes without a reading, more than the adopted build's (adjusted p {p:.2g})"
-        repro = investigate(lane, test)
-        found.append(Finding(Decision.HOLD, "LOST", "", head, rows, (adopted,), (candidate,), repro))
-    return found
-
-
-def of_adopted_alone(lane: str, faults: Iterable[Problem]) -> list[Finding]:
-    """Return findings on tests whose timed processes failed on the adopted side alone.
-
-    Such a fault is no evidence against the candidate. It costs a reading, and a row with too few is INCONCLUSIVE.
-    """
-    return [
-        Finding(Decision.ADOPT, "PROBLEM", "", p.why, (), (str(p),), (), investigate(lane, p.test), (p.test,))
-        for p in faults
-    ]
-
-
 def of_drift(lane: str, row: str, c: Drift, test: str) -> Finding:
     """Return the finding on a row that became slower over weeks."""
     adopted = f"{row}: 1 at its anchor, the build adopted a month before"
@@ -725,77 +643,3 @@ def added_up(
             repro = investigate(lane, j.row.test)
             found.append(Finding(Decision.HOLD, "CREEP", metric(j.row), "", (id,), seen, now, repro))
     return found
-
-
-def anchor_gap(gate: Gate, root: Path, options: Sequence[str]) -> list[Finding]:
-    """Report a requested anchor that could not be paired, and rows without a reading against it.
-
-    options: of pytest, in the line that reproduces a fault.
-    """
-    side = gate.sides.get("anchor")
-    if side and side.failure:
-        head = one_line(side.failure)
-        return [
-            Finding(
-                Decision.UNKNOWN, "INFRA", "", head, adopted=(f"{side.name}: {head}",), repro=side.command
-            )
-        ]
-    return _without_reading(gate, gate.drifted, root, options) if gate.drifted else []
-
-
-def _without_reading(gate: Gate, sessions: Sessions, root: Path, options: Sequence[str]) -> list[Finding]:
-    """Report the rows that lack sessions with the anchor, once for each cause: no drift of them is measured.
-
-    If the budget ended the sessions, this is shown only: --resume continues them.
-    """
-    open_rows, found = sessions.open_rows(), list[Finding]()
-    for row, test in sessions.tests.items():
-        count = len(sessions.log_ratios[row])
-        if count == sessions.limit:
-            continue
-        if row in open_rows:
-            decision, label, side = Decision.ADOPT, NOT_RUN, "candidate"
-            head = "no drift is measured: the budget is spent"
-        else:
-            decision, label, (side, why) = Decision.UNKNOWN, "INFRA", _why_lost(sessions, test)
-            head = f"{'anchor' if side == 'adopted' else 'candidate'}: {one_line(why)}"
-        seen = (f"{row}: {count} of {sessions.limit} sessions with the anchor",)
-        python = Path(gate.sides["anchor" if side == "adopted" else "candidate"].python)
-        repro = by_hand(python, root, investigate(gate.config.lane, test), options)
-        found.append(Finding(decision, label, "", head, rows=(row,), adopted=(), candidate=seen, repro=repro))
-    return found
-
-
-def _why_lost(sessions: Sessions, test: str) -> tuple[str, str]:
-    """Return the side, "adopted" or "candidate", whose times of a test were lost, and why."""
-    for side, faults in sessions.faults.items():
-        if test in faults:
-            return side, faults[test]
-    side, _, why = sessions.lost.partition(": ")
-    return side or "adopted", why or "no process gave a time"
-
-
-def tree_gap(gate: Gate, differences: Sequence[str]) -> list[Finding]:
-    """Report a work tree that was edited during the gate: the two sides may have run different tests."""
-    if not differences:
-        return []
-    head = f"the work tree changed while the gate measured ({'; '.join(differences)})"
-    return [Finding(Decision.UNKNOWN, "INFRA", "", head, repro=gate.command)]
-
-
-def equal_sides(gate: Gate) -> list[Finding]:
-    """Report sides with the same packages: a gate of a set with itself shows nothing about a candidate."""
-    if not gate.sides["adopted"].equals(gate.sides["candidate"]):
-        return []
-    return [
-        Finding(Decision.UNKNOWN, EQUAL, "", "the sides are equal: the same packages in the same versions")
-    ]
-
-
-def left_out(gate: Gate, candidate: Record | None) -> list[Finding]:
-    """Report what a fast gate does not measure."""
-    if not gate.config.fast or candidate is None:
-        return []
-    head = [f"{FAST} measures no time", part_of_lane(candidate.provenance.get("part"))]
-    whole = shlex.join(word for word in shlex.split(gate.command) if word != FAST)
-    return [Finding(Decision.UNKNOWN, "PART", "", "; ".join(filter(None, head)), repro=whole)]

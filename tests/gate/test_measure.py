@@ -546,12 +546,13 @@ def test_tests_without_rows_that_the_candidate_loses_hold_it(tree: Tree) -> None
 
 TORCH_1 = "--lane cpu --candidate torch==1"
 PAIR = f"--lane cpu --python-candidate {sys.executable}"
+BOTH = f"{PAIR} --python-adopted {sys.executable}"
 # Message -> the arguments that are refused with it.
 REFUSALS = {
     "unknown lane 'tpu'; lanes: cpu, h100, h200, h200x2, v6e": "--lane tpu --candidate torch==1",
     "name the candidate: --candidate 'torch==X'": "--lane cpu",
     "or --python-candidate PATH": f"{PAIR} --candidate torch==1",
-    "--adopted cannot be combined with an interpreter for it": f"{PAIR} --python-adopted /x --adopted torch==1",
+    "--adopted cannot be combined with an interpreter for it": f"{BOTH} --adopted torch==1",
     "/none: no such interpreter": "--lane cpu --python-candidate /none",
     "--without is for interpreters (--python-candidate PATH)": f"{TORCH_1} --without fast",
     "--without fast: not a kernel wheel of lane cpu (none)": f"{PAIR} --without fast",

@@ -45,7 +45,7 @@ def test_resume_refuses_finished_gate_of_another_tree(tree: Tree) -> None:
 TREE = Binding("1.0", "c0ffee", {"suites/a.py": "1234"})
 CONFIG = GateConfig("cpu", candidate="torch==2.14.0")
 BEGUN = {
-    "other options": (replace(CONFIG, sessions=9), True, TREE, "another gate (other sessions)"),
+    "other options": (replace(CONFIG, sessions=9), True, TREE, "other sessions"),
     "no --resume": (CONFIG, False, TREE, "of an unfinished gate: continue it with --resume"),
     "another tree": (CONFIG, True, replace(TREE, files={"suites/a.py": "5"}), r"\(tree: suites/a.py\)"),
     "the same": (CONFIG, True, TREE, ""),
