@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from contextlib import suppress
 from pathlib import Path
 
@@ -116,7 +117,7 @@ def test_child_does_not_delete_its_parents_cache() -> None:
 
 
 @planted("C17", "a directory whose mode bits allow what it refuses")
-def test_cache_directory_check_writes_a_file(tmp_path: Path) -> None:
+def test_cache_directory_check_writes_a_file(tmp_path: Path, monkeypatch) -> None:
     usable(tmp_path)
     assert list(tmp_path.iterdir()) == [], "the probe leaves nothing"
     (file := tmp_path / "file").touch()
@@ -130,6 +131,9 @@ def test_cache_directory_check_writes_a_file(tmp_path: Path) -> None:
     minimum = shutil.disk_usage(tmp_path).free + (1 << 40)
     with pytest.raises(CacheError, match=rf": \d+ MiB free, the contract requires {minimum // 2**20}$"):
         usable(tmp_path, minimum_free=minimum)
+    left = types.SimpleNamespace(free=1 << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: left)
+    usable(tmp_path, minimum_free=left.free)
 
 
 def naive(source: Path, target: Path) -> None:
