@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from bumpgate.plugin.instruments import DynamoWatch
+from bumpgate.plugin.instruments import DynamoWatch, dynamo_config
 from launch.contract import load
 from launch.dist import parallel, process_group
 from launch.dist.parallel import average_buffers, parallelize
@@ -215,7 +215,7 @@ def divergent(ranks: Ranks, diverge: bool) -> dict[str, Any]:
 
 def skewed(ranks: Ranks, collectives: bool) -> dict[str, Any]:
     """Add up a compiled sum three times; rank 0 compiles it for a new length in each step."""
-    with DynamoWatch() as watch, torch._dynamo.config.patch(enable_compiler_collectives=collectives):
+    with dynamo_config({"enable_compiler_collectives": collectives}), DynamoWatch() as watch:
         compiled = torch.compile(lambda x: x.sin().sum(), backend=watch.backend("eager"))
         for step in range(3):
             dist.all_reduce(compiled(torch.ones(2 if ranks.rank else 2 + step)))

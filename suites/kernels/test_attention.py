@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.attention import attention, attention_mask, qk_norm, rope
+from kernels.attention import attention, attention_mask, attention_step, qk_norm, rope
 from kernels.dsa_indexer import (
     dsa_attention,
     dsa_choice,
@@ -127,6 +127,16 @@ def test_tensors_saved_for_backward_hold_no_keys_or_values(lane: Lane) -> None:
 
     assert kept("op") == 0
     assert kept("eager") > B * H * T * T
+
+
+@lanes("cpu")
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_decoding_equals_the_row_of_the_last_token(lane: Lane, scale: float | None, softcap: float) -> None:
+    q, k, v, doc_ids = make_inputs(device=lane.device)
+    step = attention_step(q[:, -1], k, v, doc_ids == doc_ids[:, -1:], scale=scale, softcap=softcap)
+    whole = attention(q, k, v, doc_ids, scale=scale, softcap=softcap)
+    torch.testing.assert_close(step, whole[:, -1], **FP64)
 
 
 @lanes("cpu", "h200")

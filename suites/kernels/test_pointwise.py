@@ -42,17 +42,17 @@ def test_taps_reach_only_later_tokens_of_their_document(lane: Lane, seed: int, W
 
 @lanes("cpu", "h200")
 @quick
-@given(seed=st.integers(0, 99), W=st.integers(1, 4))
-def test_decode_steps_equal_full_sequence(lane: Lane, seed: int, W: int) -> None:
+@given(seed=st.integers(0, 99), W=st.integers(1, 4), activation=st.sampled_from(["silu", "none"]))
+def test_decode_steps_equal_full_sequence(lane: Lane, seed: int, W: int, activation: str) -> None:
     x, weight, bias, doc_ids = conv.make_inputs(W=W, seed=seed, device=lane.device)
     state, outputs = x.new_zeros(2, W - 1, 8), []
     for t in range(30):
         starts = doc_ids[:, t] != doc_ids[:, max(t - 1, 0)]
         state = state.masked_fill(starts[:, None, None], 0)
-        y, state = causal_conv1d_step(x[:, t], state, weight, bias, "silu")
+        y, state = causal_conv1d_step(x[:, t], state, weight, bias, activation)
         outputs.append(y)
     assert state.shape == (2, W - 1, 8)
-    whole = causal_conv1d(x, weight, bias, doc_ids)
+    whole = causal_conv1d(x, weight, bias, doc_ids, activation)
     torch.testing.assert_close(torch.stack(outputs, 1), whole, rtol=1e-13, atol=1e-13)
 
 

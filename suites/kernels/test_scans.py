@@ -114,6 +114,14 @@ def test_decode_continues_a_prefill(lane: Lane, op: ScanSpec) -> None:
     assert worst(dict(zip(op.results, stepped)), dict(zip(op.results, prefilled))) < op.rounding
 
 
+@lanes("cpu")
+@each
+@pytest.mark.parametrize("impl", ["eager", "op"])
+def test_final_state_of_bf16_inputs_is_fp32(lane: Lane, op: ScanSpec, impl: str) -> None:
+    _, *state = op.run(**op.inputs(T=8, dtype=torch.bfloat16, starts=(), device=lane.device), impl=impl)
+    assert {t.dtype for t in state} == {torch.float32}
+
+
 @lanes("cpu", "h200")
 @quick
 @given(data=st.data())
