@@ -22,10 +22,10 @@ from tests.support.git_repository import GitRepository
 from tests.support.project import GOOD, Project, counted
 from tests.support.reports import held
 
-INPUTS = 3  # for each command; 72 of other seeds found nothing else
-SECONDS = 20
+INPUTS = 3  # for each command; 72 with other seeds found a report that replaced another file
+SECONDS = 90
 CODES = {0, 1, 3, 4, 125, 130}
-STOPPED = -signal.SIGKILL  # it waits for work that a damaged input did not prevent
+STOPPED = -signal.SIGKILL
 JUNK = [
     "", " ", "-", "--", "-1", "0", "1e999", "nan", "10" * 40, "no", "../x", "x" * 300, "torch", "torch==", "torch==9",
     "torch==2.13.0+cpu", "==", "cpu", "h200", "9999-99-99", "2026-11-28", "a/b/c", "*", "[", "%s", "{}",
@@ -147,8 +147,6 @@ def fault(draw: random.Random, words: str, project: Project) -> str:
     if written and written != WRITES.get(words):
         return f"bumpgate {line!r} wrote {written}"
     printed = output.read_text(errors="replace")
-    if code == STOPPED:
-        return ""
     if code in CODES and "Traceback" not in printed and "a bug in bumpgate" not in printed:
         return ""
     return f"bumpgate {line!r} ({name} damaged) ended with {code}: {printed[-1500:]}"
