@@ -11,12 +11,13 @@ import io
 import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
+import bumpgate as package
 from bumpgate.core.errors import BumpgateError, RefusedError
 from bumpgate.core.text import printable, redacted
 
@@ -104,7 +105,7 @@ def bumpgate(
 ) -> None:
     """Is this torch, triton or kernel-wheel bump safe, and if not, which package broke what?"""
     if version:
-        typer.echo(f"bumpgate {_version()}")
+        typer.echo(f"bumpgate {package.__version__}")
     elif context.invoked_subcommand is None:
         raise BumpgateError("name a command; see bumpgate --help")
 
@@ -160,10 +161,3 @@ def _main() -> NoReturn:
 def _fail(text: str, code: int) -> NoReturn:
     print(printable(text), file=sys.stderr)
     sys.exit(code)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("bumpgate")
-    except metadata.PackageNotFoundError:
-        return "(not installed: run from the source tree)"

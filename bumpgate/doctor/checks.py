@@ -314,9 +314,11 @@ def requirements(site: Site) -> Found:
     """BG206: the packages that the suites import in addition to torch."""
     found = site.inventory
     markers = {"python_version": ".".join(found.python.split(".")[:2]), "python_full_version": found.python}
-    with one_fault("pyproject.toml has no extra `suite`", fix="restore it: git checkout pyproject.toml"):
-        project = tomllib.loads((site.root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        every = [Requirement(text) for text in project.get("optional-dependencies", {}).get("suite", ())]
+    with one_fault("pyproject.toml has no group `suite`", fix="restore it: git checkout pyproject.toml"):
+        groups = tomllib.loads((site.root / "pyproject.toml").read_text(encoding="utf-8"))[
+            "dependency-groups"
+        ]
+        every = [Requirement(text) for text in groups["suite"]]
     required = [r for r in every if r.marker is None or r.marker.evaluate(markers)]
     lacking: dict[str, str] = {}
     for r in required:
@@ -327,7 +329,7 @@ def requirements(site: Site) -> Found:
         needed = ", ".join(f"{text} ({has})" for text, has in lacking.items())
         command = shlex.join([str(site.interpreter.python), "-m", "pip", "install", *lacking])
         yield Defect(f"the suites need {needed}", command)
-    yield f"{len(required)} packages of the extra `suite`"
+    yield f"{len(required)} packages of the group `suite`"
 
 
 @check("BG207", "kernel wheels", "BG201")

@@ -19,7 +19,6 @@ from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 import typer
-from filelock import FileLock
 from packaging.markers import default_environment
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
@@ -41,6 +40,7 @@ from bumpgate.env.versions import (
     tag_ranks,
     versions,
 )
+from bumpgate.process.locks import locked
 
 FOLDER, NAME = "nightlies", "mirror.json"
 FAILED = 125
@@ -269,7 +269,7 @@ def command(
         return tuple(in_order([*found, *more]) if more else found)
 
     copied, failed = 0, False
-    with FileLock(folder / ".lock"):
+    with locked(folder / ".writer", exclusive=True):
         mirror = Mirror.read(folder, None if limit is None else int(limit * GB))
         for night in _newest(listed(package), mirror, prefix, keep):
             key = prefix + night.version

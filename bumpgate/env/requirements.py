@@ -1,9 +1,12 @@
-"""The requirements of a lane: its requirements file, or its extra in pyproject.toml, with exact pins as in a lock."""
+"""The requirements of a lane, with exact pins as in a lock.
+
+They are in a requirements file, or in pyproject.toml as a group of [dependency-groups] or as an extra.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,9 +79,9 @@ def requirements_file(root: Path, lane: Lane) -> Path:
 def of_lane(root: Path, lane: Lane) -> list[str]:
     """Return the requirements of a lane; of another project than bumpgate also its dependencies, as pip does.
 
-    Raises BumpgateError (one line) if the file cannot be read, or has no such extra.
+    Raises BumpgateError (one line) if the file cannot be read, or has neither such a group nor such an extra.
     """
-    path, extra = requirements_file(root, lane), lane.extra or lane.name
+    path, name = requirements_file(root, lane), lane.extra or lane.name
     if lane.requirements:
         fix = "restore it, or name another file as `requirements` of the lane"
         with one_fault(f"{lane.requirements}: cannot be read", fix=fix):
@@ -87,14 +90,16 @@ def of_lane(root: Path, lane: Lane) -> list[str]:
             with one_fault(f"{lane.requirements}: {each!r} is not a requirement such as torch==2.13.0"):
                 Requirement(each)
         return found
-    with one_fault(f"{lanes.PROJECT} has no extra {extra!r}"):
+    with one_fault(f"{lanes.PROJECT} has no extra {name!r}"):
         text = path.read_text(encoding="utf-8")
-        project = tomllib.loads(text)["project"]
-        extras = project["optional-dependencies"]
-        if extra not in extras:
-            raise BumpgateError(f"no extra {extra!r} in {lanes.PROJECT}; extras: {', '.join(sorted(extras))}")
+        document = tomllib.loads(text)
+        project = document["project"]
+        groups, extras = _tables(document)
+        if name not in groups and name not in extras:
+            known = ", ".join(sorted({*groups, *extras}))
+            raise BumpgateError(f"no extra or group {name!r} in {lanes.PROJECT}; it has: {known}")
     fix = "write it as in torch==2.13.0"
-    with one_fault(f"{lanes.PROJECT}: extra {extra!r} has an invalid requirement", fix=fix):
+    with one_fault(f"{lanes.PROJECT}: extra {name!r} has an invalid requirement", fix=fix):
         own = project.get("dependencies", ()) if lanes.is_foreign(root) else ()
         found = list(dict.fromkeys((*own, *(each for _, each in places(lane, text)))))
         itself = canonicalize_name(project["name"])
@@ -106,10 +111,10 @@ def places(lane: Lane, text: str) -> list[tuple[str, str]]:
     if lane.requirements:
         found = (COMMENT.sub("", line).strip() for line in text.splitlines())
         return [(lane.requirements, each) for each in found if each]
-    project = tomllib.loads(text).get("project", {})
-    extras = project.get("optional-dependencies", {})
-    reached = _reached(extras, lane.extra or lane.name, str(project.get("name", "")))
-    return [(f"{lanes.PROJECT}: extra {extra}", str(each)) for extra in reached for each in extras[extra]]
+    lists = _lists(lane, tomllib.loads(text))
+    return [
+        (f"{lanes.PROJECT}: {of}", each) for of, found in lists for each in found if isinstance(each, str)
+    ]
 
 
 def pinned(lane: Lane, text: str, pins: Pins) -> str:
@@ -124,17 +129,17 @@ def pinned(lane: Lane, text: str, pins: Pins) -> str:
     import tomlkit
 
     document = tomlkit.parse(text)
-    project: Any = document.get("project", {})
-    extras: Any = project.get("optional-dependencies", {})
     changed = False
-    for extra in _reached(extras, lane.extra or lane.name, str(project.get("name", ""))):
-        for index in reversed(range(len(extras[extra]))):
-            old = str(extras[extra][index])
+    for _, found in _lists(lane, document):
+        for index in reversed(range(len(found))):
+            if not isinstance(found[index], str):
+                continue
+            old = str(found[index])
             new = pins.moved(old)
             if not new:
-                del extras[extra][index]
+                del found[index]
             elif new != old:
-                extras[extra][index] = new
+                found[index] = new
             changed = changed or new != old
     return tomlkit.dumps(document) if changed else text
 
@@ -148,22 +153,33 @@ def with_more(lane: Lane, text: str, requirements: Sequence[str]) -> str:
     import tomlkit
 
     document: Any = tomlkit.parse(text)
-    extra = document["project"]["optional-dependencies"][lane.extra or lane.name]
-    one_line = "\n" not in extra.as_string()
+    own = _lists(lane, document)[0][1]
+    one_line = "\n" not in own.as_string()
     for each in requirements:
-        (extra.append if one_line else extra.add_line)(each)
+        (own.append if one_line else own.add_line)(each)
     return tomlkit.dumps(document)
 
 
-def _reached(extras: Mapping[str, Sequence[str]], start: str, project: str) -> list[str]:
-    """Return an extra and the extras that it includes, each once."""
-    waiting, found = [start], list[str]()
+def _tables(document: Any) -> tuple[Any, Any]:
+    """Return the groups and the extras of a pyproject.toml, each name -> list."""
+    return document.get("dependency-groups", {}), document.get("project", {}).get("optional-dependencies", {})
+
+
+def _lists(lane: Lane, document: Any) -> list[tuple[str, Any]]:
+    """Return (description, list) of the lane's group or extra, and of each one that it includes, each once."""
+    groups, extras = _tables(document)
+    project = canonicalize_name(str(document.get("project", {}).get("name", "")))
+    start = lane.extra or lane.name
+    waiting, found = [("group" if start in groups else "extra", start)], dict[str, Any]()
     while waiting:
-        extra = waiting.pop(0)
-        if extra in found or extra not in extras:
+        kind, name = waiting.pop(0)
+        entries = (groups if kind == "group" else extras).get(name)
+        if entries is None or f"{kind} {name}" in found:
             continue
-        found.append(extra)
-        for requirement in map(Requirement, map(str, extras[extra])):
-            if canonicalize_name(requirement.name) == canonicalize_name(project):
-                waiting += sorted(requirement.extras)
-    return found
+        found[f"{kind} {name}"] = entries
+        for each in entries:
+            if not isinstance(each, str):
+                waiting.append(("group", str(each["include-group"])))
+            elif canonicalize_name((requirement := Requirement(each)).name) == project:
+                waiting += [("extra", extra) for extra in sorted(requirement.extras)]
+    return list(found.items())

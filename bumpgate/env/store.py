@@ -11,12 +11,11 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from filelock import FileLock
-
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.rows import write_atomic
 from bumpgate.env.locks import SHA256, Locked, Wheel
 from bumpgate.process.home import home
+from bumpgate.process.locks import locked
 
 SUMS = "SHA256SUMS"
 
@@ -90,7 +89,7 @@ def put(wheel: Wheel, blocks: Iterable[bytes]) -> Path:
         raise StoreError(
             f"{wheel.file}: the source does not match the sha256 of the lock: run bumpgate freeze again"
         )
-    with FileLock(root / ".lock"):  # writers wait for each other
+    with locked(root / ".writer", exclusive=True):  # writers wait for each other
         lines = [f"{sha256}  {sha256}/{path.name}\n" for sha256, path in contents()]
         write_atomic(root / SUMS, "".join(lines))  # for `sha256sum --check`
     return path

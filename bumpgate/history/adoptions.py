@@ -103,14 +103,14 @@ def load(root: Path) -> Log:
 
 def text(log: Log) -> str:
     """Format the log as its file."""
-    import tomli_w
+    import tomlkit
 
     entries = [
         {NAMES.get(name, name): values[name] for name in ORDER if values[name] or name not in OPTIONAL}
         for values in map(asdict, log.entries)
     ]
     unverified = {"unverified": sorted(log.unverified)} if log.unverified else {}
-    return HEAD + tomli_w.dumps({**unverified, "adoption": entries})
+    return HEAD + tomlkit.dumps({**unverified, "adoption": entries})
 
 
 def _entry(raw: Mapping[str, Any]) -> Adoption:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from filelock import FileLock
 
 from bumpgate.core.errors import BumpgateError, loads, one_fault
 from bumpgate.history.archive import Archive, default_store
@@ -18,6 +17,7 @@ from bumpgate.notify import channels
 from bumpgate.notify.channels import Channel, ChannelError, Posted
 from bumpgate.notify.topics import Message, answer, answered, assign, messages
 from bumpgate.process.home import home
+from bumpgate.process.locks import locked
 
 FAILED = 125
 
@@ -48,7 +48,7 @@ def command(
     targets: list[Channel] = [channels.GitHubIssues(github, connect=not dry_run)] if github else []
     targets += channels.chats() if apprise else []
     home().mkdir(parents=True, exist_ok=True)
-    with FileLock(home() / "notify.lock"):  # another one of this user would send the same messages
+    with locked(home() / "notify", exclusive=True):  # another one of this user would send the same messages
         found = _prepare(archive, lane, bisect, keep=not dry_run)
         delivered = [_deliver(archive, channel, found, dry_run) for channel in targets]
     if not all(delivered):

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from bumpgate.core import lanes
 from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.rows import write_atomic
 from bumpgate.process.home import home
+from bumpgate.process.locks import POLL_SECONDS, lock_file, try_lock
 
 REVIEWED = (
     "baselines/*.json",
@@ -102,20 +104,18 @@ def diff(edits: Iterable[Edit]) -> str:
 @contextmanager
 def writing(root: Path) -> Iterator[None]:
     """Hold the lock of a tree's reviewed files: every command that changes them waits for the others."""
-    from filelock import FileLock, Timeout
-
     folder = private_folder(root)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / "reviewed.lock")
-    try:
-        lock.acquire(timeout=SILENT_SECONDS)
-    except Timeout:
-        print("another command changes the reviewed files of this tree; waiting for it", file=sys.stderr)
-        lock.acquire()
-    try:
+    with lock_file(folder / "reviewed.lock") as lock:
+        silent_until: float | None = time.monotonic() + SILENT_SECONDS
+        while not try_lock(lock):
+            if silent_until is not None and time.monotonic() > silent_until:
+                print(
+                    "another command changes the reviewed files of this tree; waiting for it", file=sys.stderr
+                )
+                silent_until = None
+            time.sleep(POLL_SECONDS)
         yield
-    finally:
-        lock.release()
 
 
 def private_folder(root: Path) -> Path:

@@ -1,7 +1,6 @@
 """Locks between processes: a fair lock that is shared or exclusive, and the lock of a device.
 
-All of them are `flock` locks, which a killed process releases. Where one holder at a time is enough and nothing is
-printed, use filelock's FileLock.
+All of them are `flock` locks, which a killed process releases.
 """
 
 from __future__ import annotations

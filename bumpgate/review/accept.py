@@ -86,14 +86,14 @@ def command(
 
 def file_text(entries: Iterable[Acceptance]) -> str:
     """Format accepted.toml, sorted by lane, row and value."""
-    import tomli_w
+    import tomlkit
 
     raw = []
     for a in sorted(entries, key=lambda a: a.key):
         what: dict[str, Any] = {"value": a.value} if a.ratio is None else {"ratio": a.ratio}
         fields = {"lane": a.lane, "row": a.row, **what, "owner": a.owner, "reason": a.reason}
         raw.append(fields | {"since": a.since, "expires": a.expires})
-    return HEAD + tomli_w.dumps({"accepted": raw} if raw else {})
+    return HEAD + tomlkit.dumps({"accepted": raw} if raw else {})
 
 
 def _day(text: str) -> date:

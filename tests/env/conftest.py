@@ -28,12 +28,12 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalInde
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """The lanes without their locks, and extras of the lanes cpu and h200."""
+    """The lanes without their locks, and groups of the lanes cpu and h200."""
     root = tmp_path / "tree"
     declare_lanes(root)
     (root / "pyproject.toml").write_text(
-        '[project]\nname = "bumpgate"\n[project.optional-dependencies]\n'
-        'suite = ["helper>=1"]\ncpu = ["bumpgate[suite]", "torch==1.0"]\nh200 = ["bumpgate[suite]"]\n'
+        '[project]\nname = "bumpgate"\n[dependency-groups]\nsuite = ["helper>=1"]\n'
+        'cpu = [{ include-group = "suite" }, "torch==1.0"]\nh200 = [{ include-group = "suite" }]\n'
     )
     return root
 

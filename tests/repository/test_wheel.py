@@ -38,7 +38,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     listed = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "bumpgate")
     sources = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    info = f"bumpgate-{metadata.version('bumpgate')}.dist-info"
+    info = f"bumpgate-{wheel.name.split('-')[1]}.dist-info"
     assert {f"{info}/{name}" for name in FILES} | set(sources) == set(zipfile.ZipFile(wheel).namelist())
 
 

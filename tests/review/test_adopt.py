@@ -86,7 +86,7 @@ def test_adopt_writes_the_candidate_as_adopted_set(tree: AdoptTree) -> None:
     assert read_lock(lane_lock(tree.root, "cpu")).versions == {"pytest": "99.0", "torch": "9.10.0"}
     assert (tree.root / "lanes/cpu/lane.toml").read_text() == LANE
     project = (tree.root / "pyproject.toml").read_text()
-    assert 'cpu = ["bumpgate[suite]", "torch==9.10.0"]' in project
+    assert 'cpu = [{ include-group = "suite" }, "torch==9.10.0"]' in project
     assert "# A lane pins the torch it was adopted with" in project, "comments are kept"
     after = load(tree.root / "baselines/cpu.json", "cpu")
     moved = {row: r.value for row, r in after.rows.items() if r != before.rows.get(row)}

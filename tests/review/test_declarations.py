@@ -248,12 +248,12 @@ def test_requirement_that_contradicts_the_set_is_refused(lane: str, where: str, 
 
 
 @pytest.mark.parametrize("lane", lanes.load(ROOT))
-def test_lanes_of_this_repository_move_their_own_extra(lane: str) -> None:
+def test_lanes_of_this_repository_move_their_own_group(lane: str) -> None:
     lock = read_lock(ROOT / lanes.load(ROOT)[lane].lock)
     new = {name: "99.0" for name in lock.versions if name in ("torch", "triton", "torch-xla")}
     packages = {name.replace("-", "_"): version for name, version in {**lock.versions, **new}.items()}
     (text,) = pins(ROOT, lane, lock=lock_of(lock.python, **packages)).values()
     files = ((ROOT / "pyproject.toml").read_text(), text)
-    before, after = (tomllib.loads(file)["project"]["optional-dependencies"] for file in files)
+    before, after = (tomllib.loads(file)["dependency-groups"] for file in files)
     own = lanes.load(ROOT)[lane].inherits or lane
-    assert [extra for extra in before if before[extra] != after[extra]] == [own]
+    assert [group for group in before if before[group] != after[group]] == [own]

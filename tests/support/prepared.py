@@ -45,7 +45,7 @@ device = "cuda"
 cases = ["a"]
 """
 EXTRA = """cpu = [
-    "bumpgate[suite]",
+    { include-group = "suite" },
     "torch==9.9.0", # the adopted one
     "fast==1.0",
     "faster==1.0",
@@ -72,7 +72,7 @@ class PreparedTree(AdoptTree):
         tables = TABLES.format(sha256=sha256_of(self.wheel("old", "fast")), sdist=SDIST)
         self.write("lanes/cpu/lane.toml", LANE + tables)
         project = (root / "pyproject.toml").read_text()
-        self.write("pyproject.toml", project.replace('cpu = ["bumpgate[suite]", "torch==9.9.0"]', EXTRA))
+        self.write("pyproject.toml", project.replace('cpu = [{ include-group = "suite" }, "torch==9.9.0"]', EXTRA))
         self.tests(PEERS, "suites/kernels/test_peers.py")
         path = root / "baselines/cpu.json"
         was = load(path, "cpu")
