@@ -48,7 +48,7 @@ class Lane:
     needs: of NEEDS.
     inherits: a lane whose fields this one has unless it sets them, and whose reviewed rows hold here, too, unless a
         host decides them (`baseline.inherited`).
-    extra, requirements: the extra of pyproject.toml, or the requirements file, of a lane run.
+    extra, requirements: the group or extra of pyproject.toml, or the requirements file, of a lane run.
     python: a specifier of the Pythons that the lane runs with; by default the one of its lock.
     pins: packages whose locked versions an installed environment must have.
     paired: packages that are built against one minor release of each other.

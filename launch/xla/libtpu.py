@@ -36,7 +36,7 @@ def installed() -> str:
     try:
         return metadata.version("libtpu")
     except metadata.PackageNotFoundError:
-        raise LibtpuError("libtpu is not installed: install the extra v6e") from None
+        raise LibtpuError("libtpu is not installed: bumpgate lanes install v6e") from None
 
 
 def check_pinned(version: str, pinned: str) -> None:

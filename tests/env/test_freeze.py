@@ -167,7 +167,7 @@ def test_committed_lock_satisfies_the_lane_requirements(lane: str) -> None:
             version = lock.versions[canonicalize_name(requirement.name)]
             assert satisfies(version, requirement.specifier), text
     moved = pinned_requirements(context, lock)
-    assert moved == {}, f"bumpgate freeze --lane {lane} moves the pins of the extra"
+    assert moved == {}, f"bumpgate freeze --lane {lane} moves the pins of its group"
     row = context.packages
     assert {"torch", *row.packages} == set(context.declared.pins), "the lock has what the lane pins"
     files = {package.name: [wheel.sha256 for wheel in package.wheels] for package in lock.packages}

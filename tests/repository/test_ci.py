@@ -43,7 +43,7 @@ def script(workflow: str, name: str) -> str:
 
 @pytest.mark.parametrize("path", [*WORKFLOWS, ACTION], ids=lambda p: p.name)
 def test_ci_file_is_valid_pinned_and_pastes_no_untrusted_input(path: Path) -> None:
-    assert [path.stem for path in WORKFLOWS] == ["mutation", "nightly", "pull_request"]
+    assert [path.stem for path in WORKFLOWS] == ["mutation", "nightly", "pull_request", "release"]
     schema = "vendor.github-actions" if path == ACTION else "vendor.github-workflows"
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

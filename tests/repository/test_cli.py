@@ -39,6 +39,11 @@ def test_controller_imports_neither_torch_nor_suites() -> None:
         [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True
     )
     assert done.stdout == "set()\n"
+    program = "import sys, bumpgate.plugin.fixtures; print({'uv', 'requests', 'typer'} & {*sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "set()\n", "a lane's environment has packaging, psutil and rich only"
     program = "import sys, bumpgate.core.rows, bumpgate.core.baseline; print({'rich', 'typer'} & sys.modules.keys())"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True

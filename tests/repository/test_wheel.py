@@ -47,6 +47,10 @@ def test_wheel_alone_runs_init_and_the_plugin(wheel: Path, tmp_path: Path) -> No
     site, root = tmp_path / "site", tmp_path / "theirs"
     zipfile.ZipFile(wheel).extractall(site)
     (found,) = metadata.distributions(name="bumpgate", path=[str(site)])
+    plain = [each for each in found.requires or [] if ";" not in each]
+    assert len(plain) <= 8, plain
+    assert set(found.metadata.get_all("Provides-Extra")) == {"report", "fleet", "notify"}, "a guest's extras"
+    assert found.version == run("-c", "import bumpgate; print(bumpgate.__version__)", cwd=site).strip()
     assert {(e.group, e.name, e.value) for e in found.entry_points} == ENTRY_POINTS
     root.mkdir()
     (root / "test_a.py").write_text(

@@ -72,7 +72,9 @@ class AdoptTree(Project):
         self.workers(0)
         text = (root / "pyproject.toml").read_text()
         text = re.sub(r"^suite = \[.*?^\]", 'suite = ["pytest==99.0"]', text, flags=re.MULTILINE | re.DOTALL)
-        text = re.sub(r"^cpu = .*$", 'cpu = [{ include-group = "suite" }, "torch==9.9.0"]', text, flags=re.MULTILINE)
+        text = re.sub(
+            r"^cpu = .*$", 'cpu = [{ include-group = "suite" }, "torch==9.9.0"]', text, flags=re.MULTILINE
+        )
         self.write("pyproject.toml", text)
         self.write("lanes/cpu/lane.toml", LANE)
         self.tests(CANARY, "suites/canaries/test_canaries.py")

@@ -72,7 +72,9 @@ class PreparedTree(AdoptTree):
         tables = TABLES.format(sha256=sha256_of(self.wheel("old", "fast")), sdist=SDIST)
         self.write("lanes/cpu/lane.toml", LANE + tables)
         project = (root / "pyproject.toml").read_text()
-        self.write("pyproject.toml", project.replace('cpu = [{ include-group = "suite" }, "torch==9.9.0"]', EXTRA))
+        self.write(
+            "pyproject.toml", project.replace('cpu = [{ include-group = "suite" }, "torch==9.9.0"]', EXTRA)
+        )
         self.tests(PEERS, "suites/kernels/test_peers.py")
         path = root / "baselines/cpu.json"
         was = load(path, "cpu")
