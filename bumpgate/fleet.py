@@ -30,13 +30,13 @@ from bumpgate.bisect import command as bisect_command
 from bumpgate.bisect.bisection import MachineError
 from bumpgate.bisect.options import BisectError, Options
 from bumpgate.bisect.probe import READING, Cause, Reading, keep, load, take
-from bumpgate.core import gate_file
 from bumpgate.core.command_line import takes
 from bumpgate.core.errors import BumpgateError, need, one_line
 from bumpgate.core.findings import Decision
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import write_atomic
 from bumpgate.env.request import Request
+from bumpgate.gate.evidence import read_judged
 from bumpgate.gate.state import NAME
 from bumpgate.process.child import last_line, run_child
 from bumpgate.process.home import home
@@ -325,8 +325,8 @@ def measure_on_host(lane: str, arguments: tuple[str, ...], folder: Path, name: s
 
 
 def read_gate(folder: Path) -> GateFile | None:
-    """Return the finished gate in a folder, or None."""
-    found = gate_file.read(folder / NAME) if (folder / NAME).exists() else None
+    """Return the finished gate in a folder, or None. Raises GateFileError if its evidence gives another verdict."""
+    found = read_judged(folder / NAME) if (folder / NAME).exists() else None
     return found if isinstance(found, GateFile) and found.finished else None
 
 
@@ -401,7 +401,12 @@ def gate(
             codes.add(BAD_INPUT if result.refused else Decision.UNKNOWN.value)
             continue
         unpack(result.value, out / name, NAME)
-        found = read_gate(out / name)
+        try:
+            found = read_gate(out / name)
+        except BumpgateError as error:
+            typer.echo(f"{Decision.UNKNOWN.name:8} {name}: no verdict: {error}")
+            codes.add(Decision.UNKNOWN.value)
+            continue
         assert found is not None, f"{out / name} has no finished gate"
         typer.echo(
             f"{found.decision.name:8} {name} on {result.host}: {len(found.findings)} findings;"

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bumpgate.core import gate_file
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.text import some
+from bumpgate.gate.evidence import read_judged
 from bumpgate.gate.state import NAME
 from bumpgate.process.runner import options_of
 
@@ -76,12 +76,17 @@ class GateFinding:
 def load(path: Path, row: str = "") -> GateFinding:
     """Load the finding of a gate that has `row`, or its worst one. path: gate.json, or the folder that holds it.
 
-    Raises GateFindingError or GateFileError, one line each.
+    Raises GateFindingError or GateFileError, one line each; also if the evidence of the gate gives another verdict.
     """
     path = path / NAME if path.is_dir() else path
-    gate = gate_file.read(path)
+    gate = read_judged(path)
     if not isinstance(gate, GateFile):
         raise GateFindingError(f"{path} is a record: --from-gate needs the {NAME} of a gate")
+    return finding_of(path, gate, row)
+
+
+def finding_of(path: Path, gate: GateFile, row: str = "") -> GateFinding:
+    """Return the finding of a gate that has `row`, or its worst one. Raises GateFindingError (one line)."""
     found = _select(path, gate, row)
     if found.label in UNDECIDABLE:
         raise GateFindingError(f"a {found.label} finding cannot be bisected: {UNDECIDABLE[found.label]}")

@@ -385,6 +385,27 @@ def test_inputs_are_read_or_refused(tmp_path: Path, run) -> None:
         assert (code, words in output, output.count("\n")) == (4, True, 1), output
 
 
+def test_column_of_few_lines_is_a_prefix_only_in_all() -> None:
+    memory = "1: RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+    for last, ranks in (("done\n", {None: 1}), ("2: done\n", {1: 1})):
+        (finding,) = classify(["0: step 1\n", memory, last]).findings
+        assert finding.by_rank == ranks, last
+
+
+def test_hosts_without_ranks_are_two_writers() -> None:
+    traces = [
+        [TRACEBACK, '  File "a.py", line 1, in f', why]
+        for why in (
+            "OSError: No space left on device",
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        )
+    ]
+    lines = [
+        f"(Actor pid=7, ip=10.0.0.{host}) {line}\n" for both in zip(*traces) for host, line in enumerate(both)
+    ]
+    assert counted(lines) == {"disk_full": {None: 1}, "cuda_out_of_memory": {None: 1}, "unknown": {None: 0}}
+
+
 PREFIXES = {
     "srun": lambda n, rank: f"{rank}: ",
     "srun, padded": lambda n, rank: f" {rank}: ",
@@ -413,6 +434,19 @@ def test_prefix_hides_nothing(row) -> None:
             if counts != found or plain.unknown_count != behind.unknown_count:
                 differ.append(f"{prefix}, {name}: {counts} -> {found}, {list(behind.unknown)}")
     row.count("launch/logs-cpu/logs_changed_by_a_prefix", differ, expected=0, seen=seen, rule="C26")
+
+
+def test_first_cause_is_the_first_line_unless_all_have_a_time() -> None:
+    full, memory = (
+        "OSError: [Errno 28] No space left on device",
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+    )
+    early, late = (f"E0102 03:04:{s}.006000 7 a.py:8] " for s in ("05", "06"))
+    for lines, cause in (
+        ((late + full, memory), "disk_full"),
+        ((late + full, early + memory), "cuda_out_of_memory"),
+    ):
+        assert classify(f"{line}\n" for line in lines).alerts[0].family.name == cause, lines
 
 
 @planted("C26", "a failed run, named after the family of its first cause")

@@ -183,7 +183,6 @@ def test_last_traceback_decides_the_failure() -> None:
 
 
 # A rank on gloo. In the first launch rank 0 fails as a retry in the reports did, and rank 1 waits for it.
-# A rank on gloo. In the first launch rank 0 fails as a retry in the reports did, and rank 1 waits for it.
 RANK = """
 import torch, torch.distributed as dist
 from launch.dist import process_group
@@ -196,19 +195,23 @@ process_group.start(load(), load_retry(), "gloo", expert_parallel=True)
 total = torch.tensor([1.0 + dist.get_rank()])
 dist.all_reduce(total)
 print(json.dumps({"sum": total.item(), "level": dist.get_debug_level().name}), flush=True)
+print(dist.get_rank(), flush=True)
 dist.destroy_process_group()
 """
 
 
 def test_two_gloo_ranks_are_relaunched(launches: Launches, capsys, row) -> None:
     """The rank that hangs in its rendezvous is stopped with the other; the second launch connects and adds up."""
-    assert launches(recording(RANK, site=True), ranks=2, TORCH_DISTRIBUTED_DEBUG="DETAIL") == 0
+    given = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "MASTER_PORT": "29500"}  # as of an earlier launch
+    assert launches(recording(RANK, site=True), ranks=2, **given) == 0
     lines = launches.log.read_text().splitlines()
     sums = [json.loads(line.partition("]: ")[2]) for line in lines if line.endswith("}")]
     about = {"expected": 2, "seen": launches.started, "rule": "C25", "evidence": lines[-5:]}
     right = sum(found == {"sum": 3.0, "level": "INFO"} for found in sums)
     row.count("launch/retry-gloo_2_ranks/ranks_that_added_up", right, **about)
-    assert "launched again: bootstrap; rank0: exit 1: RuntimeError: Gloo" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "launched again: bootstrap; rank0: exit 1: RuntimeError: Gloo" in err
+    assert out == "0\n", "the last line of rank 0"
     first, second = launches.started[:-2], launches.started[-2:]
     assert {env["MASTER_PORT"] for env in first}.isdisjoint(env["MASTER_PORT"] for env in second)
     assert [env["WORLD_SIZE"] for env in second] == ["2", "2"]

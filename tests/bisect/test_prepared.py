@@ -5,11 +5,16 @@ from __future__ import annotations
 import shutil
 import venv
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from bumpgate.bisect.candidates import Prepared
+from bumpgate.env.build import Environment
+from bumpgate.env.installation import NotInstallable
+from bumpgate.env.request import Request
 from tests.support.builds import JUDGE, TORCH, Bisect, answer_of, bisecting
 
 Make = Callable[..., None]
@@ -87,6 +92,22 @@ def test_missing_mixture_is_not_separable(run: Bisect, make: Make, tmp_path: Pat
     assert ran.code == 0, ran.err
     assert not answer_of(tmp_path / "out")["attribution"]["separable"]
     assert "not separable, 1 mixtures could not be run" in ran.out
+
+
+def test_mixture_has_the_packages_of_both_sides_and_no_others() -> None:
+    old, new = {"torch": "2.1.0", "triton": "3.1.0"}, {"torch": "2.2.0", "triton": "3.2.0"}
+    less, more = {"torch": "2.2.0"}, {"torch": "2.2.0", "triton": "3.1.0", "jax": "1.0"}
+    prepared = Prepared(Path("envs"), "torch")
+    named = (
+        Environment(f"e{i}", Path("python"), f"e{i}", has) for i, has in enumerate((old, new, less, more))
+    )
+    vars(prepared)["environments"] = tuple(named)
+    both = prepared.environments[:2]
+    assert prepared.together(*both) == [{"torch", "triton"}], "no mixture separates them"
+    mixture = Request(("torch===2.2.0", "triton===3.1.0"), dependencies=False)
+    with pytest.raises(NotInstallable, match="no environment of envs has it"):
+        prepared(mixture)
+    assert prepared(replace(mixture, dependencies=True)).packages == more
 
 
 def test_bisect_of_prepared_environments_resumes(run: Bisect, make: Make, tmp_path: Path) -> None:

@@ -224,7 +224,13 @@ def test_misread_rates_are_estimated_from_repeats() -> None:
     assert searched.noise()[0] < before[0], "repeats that agree lower the rate"
     record(searched, *[(0, "BAD")] * 3)
     assert searched.noise()[0] > 0.2, "repeats that contradict each other raise it"
-    stated = over(4, 0.1, 0.0)
+
+
+@pytest.mark.parametrize("find_fix", [False, True])
+def test_stated_misread_rates_are_shown_as_stated(find_fix: bool) -> None:
+    """False BAD first, also where the bad candidates come first."""
+    good, bad = labels(4)[:: -3 if find_fix else 3]
+    stated = Search(labels(4), good, bad, 0.1, 0.0, find_fix=find_fix)
     stated.record(0, BAD)
     assert stated.noise() == pytest.approx((0.1, 0.0))
 
@@ -330,6 +336,11 @@ def test_candidate_without_a_verdict_is_set_aside() -> None:
     assert [i for i, _ in searched.history].count(1) == search.UNKNOWN_LIMIT
     result = drive(estimating(10), from_(6, (4, 5), "OTHER"))
     assert (result.suspects, result.last_old) == ((4, 5, 6), 3)
+
+
+def test_skips_use_up_no_budget() -> None:
+    skips = ((i, "SKIP") for i in (2, 3, 5, 6))
+    assert record(over(9, 0.1, 0.1, budget=6), (0, "GOOD"), (8, "BAD"), *skips) is None, "two readings of six"
 
 
 def test_verdict_before_a_skip_still_counts() -> None:

@@ -17,20 +17,24 @@ import pytest
 from bumpgate.bisect import gate_finding, journal, options, timed_probe
 from bumpgate.bisect.bisection import Bisection, Setup
 from bumpgate.bisect.candidates import Range
-from bumpgate.bisect.gate_finding import GateFinding, GateFindingError, load
+from bumpgate.bisect.gate_finding import GateFinding, GateFindingError, finding_of, load
 from bumpgate.bisect.options import Options
 from bumpgate.bisect.probe import Cause, ProbeResult, Reading
 from bumpgate.bisect.search import OTHER, SKIP, UNKNOWN, ProbeOutcome, SearchResult
-from bumpgate.core.gate_file import GATE_SCHEMA
+from bumpgate.core.findings import TimedOutcome
+from bumpgate.core.gate_file import GATE_SCHEMA, GateFile
+from bumpgate.core.gate_file import read as read_gate
 from bumpgate.core.rows import Judgement, Problem, Record, Row, Verdict, write_record
 from bumpgate.env.build import Environment
 from bumpgate.env.request import Request
 from bumpgate.env.versions import FoundVersion
+from bumpgate.gate.verdict import Side
 from bumpgate.process.runner import LaneCall, LaneRun
 from bumpgate.wheels import fitting
 from tests.support.builds import Ran, bisecting
 from tests.support.gate_tree import TIMES_TEST, Tree
 from tests.support.lane_files import declare_lanes
+from tests.support.reports import HERE, paired, write_gate
 
 ROW, TEST = "throughput/b/seconds", "suites/throughput/test_b.py::test_time[cpu]"
 NIGHTS = tuple(f"2.{n}.0" for n in range(12))
@@ -306,20 +310,26 @@ def gate_file(
     return folder / "gate.json"
 
 
+def of_gate(path: Path, row: str = "") -> GateFinding:
+    gate = read_gate(path)
+    assert isinstance(gate, GateFile)
+    return finding_of(path, gate, row)
+
+
 def test_slower_finding_gives_rows_and_slowdowns_of_one_test(tmp_path: Path) -> None:
     path = gate_file(tmp_path, finding("SLOWER", ROW), ratios={ROW: 1.2, "throughput/c/seconds": 1.5})
-    found = load(path)
+    found = of_gate(path)
     assert (found.lane, found.nodes, found.ratios, found.tests) == ("cpu", (TEST,), {ROW: 1.2}, {ROW: TEST})
     assert found.versions("torch") == ("2.0.0", "2.1.0")
-    assert load(tmp_path, ROW) == found
+    assert of_gate(path, ROW) == found
 
 
 def test_finding_of_a_count_gives_its_tests(tmp_path: Path) -> None:
     count = finding("CHANGED", ROW)
-    found = load(gate_file(tmp_path, finding("WIN", ROW, decision="ADOPT"), count, ratios={ROW: 1.0}))
+    found = of_gate(gate_file(tmp_path, finding("WIN", ROW, decision="ADOPT"), count, ratios={ROW: 1.0}))
     assert (found.nodes, found.ratios) == ((TEST,), {})
     problem = finding("PROBLEM", tests=["suites/a.py::test_x[cpu]"])
-    assert load(gate_file(tmp_path, problem)).nodes == ("suites/a.py::test_x[cpu]",)
+    assert of_gate(gate_file(tmp_path, problem)).nodes == ("suites/a.py::test_x[cpu]",)
 
 
 OTHER_ROW = "throughput/x/seconds"
@@ -341,12 +351,12 @@ def test_gate_that_cannot_be_bisected_is_one_line(
     found: dict[str, Any], row: str, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(GateFindingError, match=words) as error:
-        load(gate_file(tmp_path, found), row)
+        of_gate(gate_file(tmp_path, found), row)
     assert "\n" not in str(error.value)
 
 
 def test_package_that_did_not_move_is_refused(tmp_path: Path) -> None:
-    found = load(gate_file(tmp_path, finding("SLOWER", ROW)))
+    found = of_gate(gate_file(tmp_path, finding("SLOWER", ROW)))
     moved = r"numpy is 2\.0 on both sides; name --package \(torch, triton\)"
     for package, words in (("numpy", moved), ("jax", "a side lacks jax")):
         with pytest.raises(GateFindingError, match=words):
@@ -403,13 +413,12 @@ def test_slower_finding_of_a_gate_is_bisected_end_to_end(tmp_path: Path) -> None
     """Two real interpreters, of which the second does four times the work; 7 sessions are the fewest for SLOWER."""
     tree = Tree(tmp_path)
     tree.candidate = tree.interpreter("candidate", SLOWER="4")
-    path = gate_file(tmp_path / "g", finding("SLOWER", SLOW), ratios={SLOW: 4.0}, config={"sessions": 7})
-    for side in ("adopted", "candidate"):
-        row = Row(SLOW, 1.0, "ratio", 1, "C37", better="lower", test=TIMES_TEST)
-        write_record(
-            path.parent / f"{side}.json", {"lane": "cpu"}, [Judgement(row, Verdict.PASS, "")], complete=True
-        )
-    ran = bisect_tree(tree, "--from-gate", "g/gate.json", "--out", "out", "--no-attribution")
+    row = Row(SLOW, 1.0, "ratio", 1, "C37", better="lower", test=TIMES_TEST, paired=True)
+    measured = Record(HERE, (Judgement(row, Verdict.PASS, ""),))
+    (tmp_path / "g").mkdir()
+    sides = (Side(f"torch {version}", measured) for version in ("2.0.0", "2.1.0"))
+    path, _ = write_gate(tmp_path / "g", *sides, {SLOW: paired(TimedOutcome.SLOWER, 4.0)}, sessions=7)
+    ran = bisect_tree(tree, "--from-gate", "g", "--out", "out", "--no-attribution")
     assert ran.code == 0, ran
     answer = json.loads((tmp_path / "out/bisect.json").read_text())
     assert (answer["first"], answer["last"], answer["sure"]) == ("2.1.0", "2.0.0", True)
@@ -421,4 +430,4 @@ def test_slower_finding_of_a_gate_is_bisected_end_to_end(tmp_path: Path) -> None
     sessions = json.loads((tmp_path / "out/probes/2.1.0.0/sessions.json").read_text())
     assert len(sessions["log_ratios"][SLOW]) == 7
     assert min(sessions["log_ratios"][SLOW]) > math.log(2), sessions
-    assert gate_finding.load(path).ratios == {SLOW: 4.0}
+    assert gate_finding.load(path).ratios == {SLOW: pytest.approx(4.0)}

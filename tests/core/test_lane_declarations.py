@@ -215,13 +215,14 @@ def test_lane_inherits_rows_that_no_host_decides() -> None:
     left = {
         "a/x/seconds": Reviewed(1.0, "s", "lower", 0.1, test=test),
         "a/x/fraction": Reviewed(0.5, "fraction", "higher", 0.1, test=test),
+        "a/x/rate": Reviewed(900.0, "tokens/s", "higher", 0.1, test=test),
         "calibration/memory/rate": Reviewed(1.0, "bytes/s", "derived", test=test),
     }
     parent = Baseline("h200", {"torch": "2.15.0", "cpu": "Xeon", "driver": "580"}, {**taken, **left})
     own = Baseline("h100", {}, {"a/own/n": Reviewed(6, "count", "exact")})
     found = inherited(own, parent)
     assert set(found.rows) == {*taken, "a/x-h100/sound"} - {"a/x-h200/sound"}
-    assert found.elsewhere == {"a/x/seconds", "a/x/fraction"}
+    assert found.elsewhere == {"a/x/seconds", "a/x/fraction", "a/x/rate"}
     time = Row("a/x/seconds", 2.0, "s", 1, "C1", better="lower")
     shown = judge(time, found, failed_instruments={})
     assert (shown.label, shown.red) == ("INCONCLUSIVE (not judged)", False)

@@ -18,6 +18,7 @@ from bumpgate.bisect.options import Options
 from bumpgate.bisect.probe import Cause, Reading
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.findings import Decision
+from bumpgate.core.gate_file import GateFileError
 from bumpgate.env.request import Request
 from bumpgate.fleet import Done, Lost, Readings, Task
 from tests.fleet.lanes import PYTHONS, two_lanes
@@ -224,6 +225,7 @@ ADOPT, HOLD = (
     Done("node", SimpleNamespace(decision=d, findings=(), wall_seconds=60.0))
     for d in (Decision.ADOPT, Decision.HOLD)
 )
+EDITED = Done("node", GateFileError("its evidence gives HOLD"))
 LOST, REFUSED = Lost("its host died"), Lost("no such lane", refused=True)
 
 
@@ -235,19 +237,26 @@ LOST, REFUSED = Lost("its host died"), Lost("no such lane", refused=True)
         ([ADOPT, LOST], 125),
         ([LOST, HOLD, ADOPT], 1),
         ([REFUSED, LOST, HOLD], 4),
+        ([EDITED, ADOPT], 125),
     ],
-    ids=["adopt", "hold", "unknown", "hold before unknown", "bad input before all"],
+    ids=["adopt", "hold", "unknown", "hold before unknown", "bad input before all", "edited"],
 )
 def test_worst_lane_decides_the_exit_code_of_gates(
     results: list[Done | Lost], code: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gates: dict[str, Any] = {}
+
+    def read_gate(folder: Path) -> Any:
+        if isinstance(found := gates.get(folder.name), GateFileError):
+            raise found
+        return found
+
     monkeypatch.setattr(fleet, "unpack", lambda gate, folder, last: gates.update({folder.name: gate}))
-    monkeypatch.setattr(fleet, "read_gate", lambda folder: gates.get(folder.name))
+    monkeypatch.setattr(fleet, "read_gate", read_gate)
     cluster = SimpleNamespace(run=lambda tasks: enumerate(results), close=lambda: None)
     lanes = [part for number in range(len(results)) for part in ("--lane", f"lane{number}")]
     ran = run(cluster, "gate", *lanes, "--", "--candidate", "torch==2")
-    words = [result.value.decision.name if isinstance(result, Done) else "UNKNOWN" for result in results]
+    words = [result.value.decision.name if result in (ADOPT, HOLD) else "UNKNOWN" for result in results]
     assert (ran.code, [line.split()[0] for line in ran.out.splitlines()]) == (code, words)
 
 

@@ -161,6 +161,7 @@ WORSE, BETTER, OTHER, AGAIN, SMALL = (
         (("generated_kernels", 200, 100, "count", BUILD), BETTER),
         (("works", True, False, "bool", BUILD), WORSE),
         (("works", False, True, "bool", BUILD), OTHER),
+        (("works", True, False, "bool", {}), OTHER),
         (("code_hash", "3f45", "a1b2", "sha256", BUILD), OTHER),
         (("images", 1000.0, 990.0, "images/s", {"better": "higher", "tolerance": 0.1}), None),
         (("images", 1000.0, 800.0, "images/s", {"better": "higher", "tolerance": 0.1}), AGAIN),
@@ -283,6 +284,7 @@ REVIEWED = {"better": "lower", "tolerance": 0.2}
 BOUNDED = {"better": "derived", "at_most": 20.0}
 RATE = REVIEWED | {"unit": "tokens/s", "better": "higher"}
 RATIO = {"unit": "ratio", "better": "derived", "at_most": 1.5}
+SHARE = {"unit": "fraction", "better": "derived", "at_least": 0.3, "id": "kernels/scan/share_of_roofline"}
 BREAKS = {"unit": "breaks", "better": "derived", "at_most": 3, "id": "compile/a/breaks"}
 
 
@@ -302,6 +304,7 @@ BOTH_RED = {
     # A loss that explodes on both sides, a cache that neither side reads.
     "losses": (late(334.0, id="a/b/loss_growth", **RATIO), late(334.0, id="a/b/loss_growth", **RATIO), "UNKNOWN"),
     "cache": (late(334.0, id="a/b/warm_over_cold", **RATIO), late(334.0, id="a/b/warm_over_cold", **RATIO), "UNKNOWN"),
+    "share of a roofline": (late(0.1, **SHARE), late(0.1, **SHARE), "UNKNOWN"),
     "count": (late(4, **BREAKS), late(4, **BREAKS), "UNKNOWN"),
     "right adopted side": (late(19.0, Verdict.PASS, **BOUNDED), late(21.0, **BOUNDED), "HOLD"),
 }  # fmt: skip
@@ -315,7 +318,7 @@ def test_slow_machine_does_not_stop_a_bump(name: str) -> None:
     if decision == "ADOPT":
         assert found.label == SLOW_IN_BOTH
         assert f"{adopted.row.value:g} {adopted.row.unit}" in found.adopted[0]
-    if name in ("losses", "cache", "count"):
+    if name in ("losses", "cache", "share of a roofline", "count"):
         assert found.label == "RED IN BOTH"
 
 

@@ -208,6 +208,8 @@ def test_empty_sessions_end_after_a_limit(machine: Machine, out: Path) -> None:
     assert gate.paired
     assert (gate.paired.started, gate.paired.open_rows()) == (MAX_EMPTY_SESSIONS, [])
     assert labels(gate) == [("HOLD", "LOST"), ("HOLD", "PROBLEM"), ("UNKNOWN", "INCONCLUSIVE")]
+    lost = [f"{n} timed processes without a reading in 8 sessions" for n in (0, 8)]
+    assert [*gate.findings[0].adopted, *gate.findings[0].candidate] == lost
     assert gate.findings[1].candidate[0] == f"{TIME_TEST}: died of SIGABRT (in 8 timed processes, 8 sessions)"
 
 

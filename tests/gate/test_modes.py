@@ -114,12 +114,23 @@ def test_difference_on_only_one_cache_pair_is_not_slower() -> None:
     both = [0.06 + 0.001 * (i % 5) for i in range(28)]
     assert decide({"a/b/s": one}, SessionPlan())["a/b/s"] is TimedOutcome.INCONCLUSIVE
     assert decide({"a/b/s": both}, SessionPlan())["a/b/s"] is TimedOutcome.SLOWER
+    few = [0.001 * (i % 5) + 0.12 * (i not in (1, 3)) for i in range(28)]
+    uneven = Family(caches={"a/b/s": [int(i in (1, 3)) for i in range(28)]})
+    assert decide({"a/b/s": few}, SessionPlan(), uneven)["a/b/s"] is TimedOutcome.INCONCLUSIVE
+    assert decide({"a/b/s": few}, SessionPlan())["a/b/s"] is TimedOutcome.SLOWER
 
 
 @pytest.mark.parametrize("fields", [{"rare": 0.2}, {"alpha": 0.0}, {"beta": 0.7}], ids=str)
 def test_modes_with_invalid_error_bounds_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="need 0 < rare"):
         Modes(**fields)
+
+
+def test_faster_row_does_not_hide_a_slow_mode() -> None:
+    values = [0.001 * (i % 5) - 0.1 + SLOW * (i % 7 == 3) for i in range(28)]
+    usual = [0.001 * (i % 5) - 0.1 for i in range(28)]
+    found = decide({"a/b/s": values, "a/c/s": usual}, SessionPlan())
+    assert found == {"a/b/s": TimedOutcome.SLOW_MODE, "a/c/s": TimedOutcome.FASTER}
 
 
 def test_accepted_slowdown_does_not_hide_a_slow_mode() -> None:

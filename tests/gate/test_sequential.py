@@ -269,6 +269,9 @@ def test_bias_of_a_cache_is_estimated_from_many_tests() -> None:
     below = sum(spread(0.004, seed)[0] < 0.004 for seed in range(100))
     assert below <= 3, "an estimate that is too small would hold unchanged builds"
     assert max(spread(0.004, 1)) < PLAN.cache_sd
+    rows = biased(random.Random(1), 0.0)
+    of_one_test = sequential.Family(dict.fromkeys(rows, "t"))
+    assert {*sequential.cache_biases(rows, PLAN, of_one_test).values()} == {PLAN.cache_sd}
 
 
 def test_slow_row_is_rarely_called_not_slower() -> None:

@@ -145,13 +145,19 @@ def log_of(root: Path, *entries: adoptions.Adoption) -> None:
 
 
 def test_adopted_lists_open_adoptions_of_the_lane(tmp_path: Path) -> None:
+    """A build that was adopted again after its rollback is one of them."""
+
     def entry(day: int, new: str, lane: str = "cpu", undone: bool = False) -> adoptions.Adoption:
         closed = date(2026, 3, 9) if undone else None
         return adoptions.Adoption(lane, date(2026, 3, day), "", "", new, "HOLD", "", "", {}, {}, (), closed)
 
-    log_of(tmp_path, entry(1, "2.14.0"), entry(2, "2.15.0", undone=True), entry(3, "2.16.0", lane="h200"))
-    found = adoptions.adopted("cpu", store=f"sqlite:///{tmp_path / 'h.sqlite'}", root=tmp_path)
-    assert found == [(date(2026, 3, 1), "2.14.0")]
+    entries = entry(1, "2.14.0"), entry(2, "2.15.0", undone=True), entry(3, "2.16.0", lane="h200")
+    for name, more, last in (("once", (), (1, "2.14.0")), ("again", (entry(4, "2.15.0"),), (4, "2.15.0"))):
+        (tmp_path / name).mkdir()
+        log_of(tmp_path / name, *entries, *more)
+        found = adoptions.adopted("cpu", store=f"sqlite:///{tmp_path / 'h.sqlite'}", root=tmp_path / name)
+        assert found[0] == (date(2026, 3, 1), "2.14.0")
+        assert found[-1] == (date(2026, 3, last[0]), last[1]), name
 
 
 def test_gate_of_a_part_of_a_lane_adopts_nothing(tmp_path: Path, archive: Archive) -> None:
@@ -163,14 +169,12 @@ def test_gate_of_a_part_of_a_lane_adopts_nothing(tmp_path: Path, archive: Archiv
 
 
 def test_log_of_adoptions_decides_from_its_first_entry_on(tmp_path: Path, archive: Archive) -> None:
-    """A gate alone adopts nothing. Of the days before the log existed, only the gates show what was adopted."""
+    """A gate alone adopts nothing. Of the days before the log's first, only the gates show what was adopted."""
     for day in ("10-01", "10-05", "10-09"):
         archive.add(a_gate(tmp_path, day))
-    log_of(
-        tmp_path, adoptions.Adoption("cpu", date(2026, 10, 5), "", "", "2.14.10-05", "ADOPT", "", "", {}, {})
-    )
+    log_of(tmp_path, adoptions.Adoption("cpu", date(2026, 10, 5), "", "", "2.15.0", "ADOPT", "", "", {}, {}))
     found = adoptions.adopted("cpu", store=archive._url.render_as_string(), root=tmp_path)
-    assert found == [(date(2026, 10, 1), "2.14.10-01"), (date(2026, 10, 5), "2.14.10-05")]
+    assert found == [(date(2026, 10, 1), "2.14.10-01"), (date(2026, 10, 5), "2.15.0")]
 
 
 def test_drift_is_read_from_adopted_builds_only(

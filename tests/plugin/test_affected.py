@@ -102,11 +102,13 @@ def test_affected_selects_tests_that_depend_on_a_file(tree: Path, case: str) -> 
     assert names(tree, path) == expected
 
 
-def test_changed_lists_edited_new_and_deleted_files(tree: Path) -> None:
+def test_changed_lists_edited_new_deleted_and_renamed_files(tree: Path) -> None:
     (tree / "ops/a.py").write_text("x = 1\n")
     (tree / "ops/new.py").write_text("")
     (tree / "ops/b.py").unlink()
-    assert affected.changed(tree, "HEAD") == {"ops/a.py", "ops/new.py", "ops/b.py"}
+    git(tree, "mv", "tests/helper.py", "tests/other.py")
+    moved = {"tests/helper.py", "tests/other.py"}
+    assert affected.changed(tree, "HEAD") == {"ops/a.py", "ops/new.py", "ops/b.py"} | moved
 
 
 @pytest.mark.parametrize(

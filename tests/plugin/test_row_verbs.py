@@ -24,7 +24,12 @@ def test_defect_is_expected_in_the_versions_of_its_package(project: Project) -> 
         ("torch<9.9", "9.9.0", 0),
         ("packaging>=20,<1000", packaging, 1),
         ("packaging<1", packaging, 0),
+        ("bump>=2.16,<3", "2.16.0.dev20260101", 1),  # it leads to 2.16.0
+        ("bump<2.16", "2.16.0.dev20260101", 0),
     ]
+    metadata_of = project.root / "bump-2.16.0.dev20260101.dist-info" / "METADATA"
+    metadata_of.parent.mkdir()
+    metadata_of.write_text("Metadata-Version: 2.1\nName: bump\nVersion: 2.16.0.dev20260101\n")
     project.tests(
         "".join(DEFECT.format(i=i, present=1, known=known) for i, (known, _, _) in enumerate(cases))
     )

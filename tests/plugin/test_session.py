@@ -45,6 +45,15 @@ def test_rows(lane, row, request):
     row.timed("compile/slower/seconds", at(3.0, 2.9, 3.1), **TIMED)
     row.timed("compile/inconclusive/seconds", at(2.3, 1.9, 2.6), **TIMED)
 
+@pytest.fixture
+def instrument(request):
+    request.config.stash[CANARY_RESULTS] = {"graphs": "", "breaks": "breaks: read 0, known 1"}
+    request.node.stash[INSTRUMENTS] = ("breaks",)
+
+@lanes("cpu")
+def test_of_fixture(lane, row, instrument):
+    row.count("compile/of_fixture/graph_breaks", 4, **COUNT)
+
 @lanes("cpu")
 def test_machine(lane, row):
     raise InfraError("clocks throttled")
@@ -73,6 +82,7 @@ EXPECTED = {
     "leak": "MISSING",
     "failed_canary": "INSTRUMENT",
     "no_canary": "INSTRUMENT",
+    "of_fixture": "INSTRUMENT",
     "no_witness": "INSTRUMENT",
     "machine": "INFRA",
     "full_disk": "INFRA",
@@ -87,6 +97,7 @@ def test_every_verdict_is_equal_for_0_1_and_2_workers(project: Project) -> None:
     rows = {f"compile/{name}/graph_breaks": counted("test_rows", 4, "exact") for name in exact}
     for name in ("pass", "vanished", "machine", "full_disk", "leak"):
         rows[f"compile/{name}/graph_breaks"] = counted(f"test_{name}")
+    rows["compile/of_fixture/graph_breaks"] = counted("test_of_fixture", 4, "exact")
     rows["compile/regression/graph_breaks"] = counted("test_rows")
     rows["compile/other_build/graph_breaks"] = Reviewed("xyz", "breaks", "exact", per_build=True)
     for name in ("win", "slower", "inconclusive"):
@@ -120,9 +131,9 @@ def check_table(out: str) -> None:
     assert re.search(r"PASS +compile 2\n", table)
     assert "\x1b" not in out
     assert not re.search("[─-╿]", out)
-    counts = r"16 rows: 2 PASS, 1 WIN, 1 CHANGED \(not judged\), .*, 1 CHANGED, 2 REGRESSION; 1 PROBLEM"
+    counts = r"17 rows: 2 PASS, 1 WIN, 1 CHANGED \(not judged\), .*, 1 CHANGED, 2 REGRESSION; 1 PROBLEM"
     assert re.search(rf"^cpu: {counts}; device cpu; torch 9\.9\.0; \d+ s$", out, re.MULTILINE), out
-    assert "5 failed, 1 passed" in out, "a red row fails its test, not the teardown"
+    assert "6 failed, 1 passed" in out, "a red row fails its test, not the teardown"
     assert "GB0007 at model.py:3" in out, "the failure shows the evidence"
 
 

@@ -57,10 +57,11 @@ def test_linked_file_is_replaced_where_it_is(root: Path, tmp_path: Path) -> None
     (root / "baselines").mkdir()
     elsewhere.parent.mkdir()
     elsewhere.write_text("old\n")
+    elsewhere.chmod(0o640)
     (root / BASELINE).symlink_to(elsewhere)
     replace_all(root, [Edit(BASELINE, "old\n", "new\n")], ADOPTING)
     assert (root / BASELINE).is_symlink()
-    assert elsewhere.read_text() == "new\n"
+    assert (elsewhere.read_text(), elsewhere.stat().st_mode & 0o777) == ("new\n", 0o640)
     assert [path.name for path in elsewhere.parent.iterdir()] == ["mini.json"]
 
 

@@ -325,9 +325,11 @@ def test_accept_writes_one_entry_per_row_and_value(repository: Path, call: Call)
     assert call("accept", "a/b/n", *WHO[:3], "bob", *WHO[4:], *SOON)[0] == 0
     (again,) = accepted.load(FILE)
     assert again.owner == "bob", "a later entry for the same row and value replaces the earlier one"
+    assert call("accept", "a/b/n", *WHO, "--expires", str(accepted.today()))[0] == 0, "valid for today alone"
+    FILE.write_text(accept.file_text([again, replace(again, lane="h200")]))
     remove = ("accept", "a/b/n", "--lane", "cpu", "--remove")
     assert call(*remove)[0] == 0
-    assert accepted.load(FILE) == ()
+    assert [a.lane for a in accepted.load(FILE)] == ["h200"], "--remove is for one lane"
     assert call(*remove) == (4, "", f"bumpgate: no acceptance of a/b/n on lane cpu; {FILE} lists them\n")
 
 

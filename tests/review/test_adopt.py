@@ -243,7 +243,12 @@ EDITED: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_edited_gate_is_believed_nowhere(tree: AdoptTree, name: str) -> None:
     edit, words = EDITED[name]
     edit(tree.root / "9.11.0")
-    for command in ((*HELD, *REVIEWED), ("report", HELD[1]), ("history", "add", HELD[1])):
+    for command in (
+        (*HELD, *REVIEWED),
+        ("report", HELD[1]),
+        ("history", "add", HELD[1]),
+        ("bisect", "--from-gate", HELD[1]),
+    ):
         tree.refused(words, *command)
     assert not (tree.root / "9.11.0/gate.html").exists()
 

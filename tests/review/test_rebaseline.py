@@ -231,6 +231,8 @@ def test_rebaseline_refuses_unsuitable_record(repository: Repository) -> None:
     repository.review(x=old("x", 1))
     repository.measure(count("x", 2), lane="h200")
     assert "the record is of lane 'h200', not 'cpu'" in repository.refuse()
+    repository.measure(count("x", 2), tree=None)
+    assert "the record was measured from other sources" in repository.refuse()
     for part in ({"full_run": False}, {"complete": False}):
         repository.measure(count("x", 2), **part)  # type: ignore[arg-type]
         assert "--prune needs the record of a whole run" in repository.refuse("--prune")
@@ -403,13 +405,18 @@ def test_commands_at_once_lose_nothing(repository: Repository) -> None:
     assert len(accepted.load(repository.root / "baselines/accepted.toml")) == 3
 
 
-def test_prune_of_compiled_code_keeps_other_tritons() -> None:
-    """A kernel that this triton does not launch has its counts for the others."""
+def test_compiled_code_keeps_the_counts_of_other_tritons() -> None:
+    """Also a kernel that this triton compiles in another way, or does not launch."""
     values = {"3.6.0": "registers=1 spills=0", "3.7.1": "registers=2 spills=0"}
     reviewed = Reviewed(None, "counts", "code", test="t.py::k", values=values)
     made_with = {"torch": "2.13.0", "triton": "3.7.1"}
     lost = Row("a/k/code", None, "counts", 0, "", better="code", test="t.py::k")
     missing = Judgement(lost, Verdict.MISSING, "no longer", gone=True)
     record = Record(HERE | made_with, (missing,), sealed=True)
-    new, _ = plan(record, Baseline("cpu", made_with, {"a/k/code": reviewed}), prune=True)
+    old = Baseline("cpu", made_with, {"a/k/code": reviewed})
+    new, _ = plan(record, old, prune=True)
     assert dict(new.rows["a/k/code"].values) == {"3.6.0": "registers=1 spills=0"}
+    moved = replace(lost, value="registers=3 spills=0", witness=1, rule="C1")
+    found = judge(moved, old, failed_instruments={}, build=made_with)
+    new, _ = plan(replace(record, judgements=(found,)), old)
+    assert dict(new.rows["a/k/code"].values) == values | {"3.7.1": "registers=3 spills=0"}

@@ -163,7 +163,10 @@ def test_rollback_accepts_an_older_lock(tree: Path, call: Call) -> None:
     lane_lock(tree, "cpu").rename(older)
     code, _, err = call("rollback", "cpu")
     assert (code, len(err.splitlines()), "bumpgate freeze writes it" in err) == (4, 1, True)
+    (tree / "baselines").mkdir(exist_ok=True)
+    (tree / adoptions.FILE).write_text(adoptions.text(Log(unverified=frozenset({"cpu"}))))
     assert call("rollback", "cpu", "--lock", str(older), "--no-smoke")[0] == 0
+    assert adoptions.load(tree).unverified == {"cpu"}, "the lane's own lock is not rebuilt"
     assert call("rollback", "tpu")[0] == 4
 
 

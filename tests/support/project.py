@@ -39,7 +39,7 @@ import os, signal, time
 from types import SimpleNamespace
 import pytest
 from suites.support.lanes import lanes
-from bumpgate.plugin.rows import CANARY_RESULTS, InfraError
+from bumpgate.plugin.rows import CANARY_RESULTS, INSTRUMENTS, InfraError
 COUNT = dict(unit="breaks", seen=3, rule="C6")
 TIMED = dict(unit="s", seen=3, rule="C37", tolerance=0.1)
 

@@ -92,6 +92,7 @@ def write_gate(
     started: str = "2026-11-21T02:00:00+00:00",
     candidate: str = "torch==2.14.0",
     selection: tuple[str, ...] = (),
+    sessions: int | None = None,
     binding: Binding | None = None,
 ) -> tuple[Path, GateVerdict]:
     """Write gate.json as the gate does, with adopted.json, candidate.json and its verdict.
@@ -118,7 +119,7 @@ def write_gate(
     ratios = {row: log_ratios(t) for row, t in (timed or {}).items()}
     paired = Sessions(dict.fromkeys(ratios, TEST), plan, plan.budget, log_ratios=ratios) if ratios else None
     gate = Gate(
-        GateConfig(lane, candidate=candidate, selection=selection),
+        GateConfig(lane, candidate=candidate, selection=selection, sessions=sessions),
         started,
         "bumpgate gate --lane cpu --candidate torch==2.14.0",
         wall_seconds=803.5,
