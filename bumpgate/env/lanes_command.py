@@ -1,4 +1,4 @@
-"""`bumpgate lanes`: the lanes of a repository, a new one, and the installation of an adopted set."""
+"""`bumpgate lanes`: the lanes of a repository, a new one, an adopted set installed, and what a gate could judge."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ import json
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from bumpgate.core import lanes
 from bumpgate.core.baseline import find_root
-from bumpgate.core.errors import BumpgateError
+from bumpgate.core.errors import BumpgateError, one_fault, one_line
 from bumpgate.core.rows import write_atomic
-from bumpgate.env import store
+from bumpgate.core.toml import tomllib
+from bumpgate.env import requirements, store
+from bumpgate.env.build import NotInstallable, resolve
 from bumpgate.env.lane import LaneContext
+from bumpgate.env.packages import exact_version
 from bumpgate.env.request import RUNNING
 from bumpgate.env.uv import find_uv, host_settings
+from bumpgate.env.versions import UnreachableError, VersionsError, versions
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -106,3 +113,108 @@ def install_command(lane: Annotated[str, typer.Argument(help="A declared lane.")
     if done.returncode == 0 and context.script:
         done = subprocess.run([sys.executable, str(context.script)])
     raise typer.Exit(125 if done.returncode else 0)
+
+
+# A release without a wheel of a package that the lane needs, as of torch_xla, is followed by more such releases.
+TRIED = 6
+
+
+@app.command("candidates")
+def candidates_command(
+    pre: Annotated[bool, typer.Option("--pre", help="Nightlies and other pre-releases too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A list for the matrix of a workflow.")] = False,
+) -> None:
+    """Find the newest version of each pinned package that a lane could be gated against.
+
+    A version is newer than the adopted one, and resolves together with the rest of the lane. A lane without one has
+    the candidate "".
+
+    Exit codes: 0 done, 4 bad input, 125 an index failed.
+    """
+    root = find_root(Path.cwd())
+    found = []
+    for name, lane in lanes.load(root).items():
+        context = LaneContext(root, name)
+        packages = [*lane.pins, *context.kernel_wheels]
+        newest = [text for package in packages if (text := newest_candidate(context, package, pre=pre))]
+        found += [{"lane": name, "device": lane.device, "candidate": text} for text in newest or [""]]
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    for each in found:
+        typer.echo(f"{each['lane']}: {each['candidate'] or 'no newer candidate'}")
+
+
+def newest_candidate(lane: LaneContext, package: str, *, pre: bool = False) -> str:
+    """Return the newest version of a package that resolves in a lane, as torch==2.14.0; "" if none is newer.
+
+    Raises BumpgateError if the index does not answer.
+    """
+    adopted = lane.lock.versions.get(package) if lane.lock else None
+    if adopted is None:
+        return ""
+    try:
+        listed = versions(package, python=lane.python, pre=pre)
+    except UnreachableError:
+        raise
+    except VersionsError:  # sources only
+        return ""
+    newer = [f.version for f in listed if f.yanked is None and Version(f.version) > Version(adopted)]
+    public = dict.fromkeys(Version(version).public for version in reversed(newer))
+    for version in list(public)[:TRIED]:
+        if version == Version(adopted).public:
+            break
+        candidate = f"{package}=={version}"
+        with suppress(NotInstallable):
+            resolve(lane.request(candidate))
+            return candidate
+    return ""
+
+
+# Locks of package managers, next to the lane's own files.
+LOCKS = ("uv.lock", "poetry.lock")
+
+
+@app.command("moved")
+def moved_command(
+    lane: Annotated[str, typer.Argument(help="A declared lane.")],
+    base: Annotated[str, typer.Option(help="A commit, such as the base of a pull request.")],
+    restore: Annotated[bool, typer.Option("--restore", help="Put back the files as they are there.")] = False,
+) -> None:
+    """Print the candidate of a pull request: the pinned package that it moves, as torch==2.14.0.
+
+    Its requirements file, its lock, pyproject.toml, uv.lock and poetry.lock are compared with another commit. With
+    --restore the tree then has the adopted side. It prints nothing if no package of the lane moved.
+
+    Exit codes: 0 done, 4 bad input.
+    """
+    context = LaneContext(find_root(Path.cwd()), lane)
+    own = requirements.requirements_file(context.root, context.declared).relative_to(context.root).as_posix()
+    files = [name for name in (own, context.declared.lock, *LOCKS) if (context.root / name).exists()]
+    found: dict[str, str] = {}
+    for name in files:
+        shown = ["git", "-C", str(context.root), "show", f"{base}:./{name}"]
+        done = subprocess.run(shown, capture_output=True, text=True)
+        if done.returncode and "does not exist" not in done.stderr and "exists on disk" not in done.stderr:
+            raise BumpgateError(f"--base {base}: {one_line(done.stderr, 120)}: fetch it, or name a commit")
+        before = _exact(context, name, done.stdout)
+        after = _exact(context, name, (context.root / name).read_text(encoding="utf-8"))
+        found |= {package: version for package, version in after.items() if before.get(package) != version}
+        if restore and done.returncode == 0:
+            (context.root / name).write_text(done.stdout, encoding="utf-8")
+    for package in (*context.declared.pins, *context.kernel_wheels):
+        if package in found:
+            typer.echo(f"{package}=={found[package]}")
+            return
+
+
+def _exact(lane: LaneContext, file: str, text: str) -> dict[str, str]:
+    """Return package -> exact version of a lock, or of a lane's requirements."""
+    with one_fault(f"{file}: cannot be read"):
+        if file.endswith(".lock") or file == lane.declared.lock:
+            raw = tomllib.loads(text)
+            packages = [*raw.get("package", ()), *raw.get("packages", ())]
+            return {str(canonicalize_name(p["name"])): str(p["version"]) for p in packages if "version" in p}
+        each = [Requirement(found) for _, found in requirements.places(lane.declared, text)]
+        exact = {str(canonicalize_name(r.name)): exact_version(r.specifier) for r in each}
+        return {name: str(version) for name, version in exact.items() if version}

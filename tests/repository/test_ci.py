@@ -1,9 +1,8 @@
-"""The CI files are valid, pinned, call existing commands, and are not green if a lane is missing."""
+"""The CI files are valid and pinned, and each workflow runs as on a hosted runner, against a recorded forge."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from suites.support.lanes import LANES
+from tests.support.hosted import Job, Runner
 from tests.support.tree import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -34,11 +33,6 @@ def steps(path: Path) -> Iterator[dict[str, Any]]:
     yield from raw["runs"]["steps"] if "runs" in raw else ()
     for job in raw.get("jobs", {}).values():
         yield from job["steps"]
-
-
-def script(workflow: str, name: str) -> str:
-    (found,) = (s["run"] for s in steps(ROOT / ".github" / "workflows" / workflow) if s.get("name") == name)
-    return found
 
 
 @pytest.mark.parametrize("path", [*WORKFLOWS, ACTION], ids=lambda p: p.name)
@@ -63,132 +57,223 @@ def test_every_ci_tox_environment_exists() -> None:
     assert all(any(re.fullmatch(family, name) for family in families) for name in named)
 
 
-def a_gate(folder: Path, lane: str, decision: str) -> Path:
-    findings = [{"decision": "HOLD", "repro": f"pytest -m {lane} -n 0 'suites/a.py::t[x y]'"}]
-    versions = (("adopted", "2.13.0+cpu"), ("candidate", "2.14.0+cpu"))
-    raw = {"lane": lane, "decision": decision, "finished": True}
-    raw |= {"findings": findings if decision == "HOLD" else []}
-    raw |= {"sides": {side: {"packages": {"torch": version}} for side, version in versions}}
-    path = folder / f"bumpgate-{lane}" / "gate.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps(raw))
-    return path
-
-
-def run_script(name: str, folder: Path, **variables: str) -> tuple[int, str]:
-    """Run a script of nightly.yml; return its exit code and output."""
-    command = ["bash", "-e", "-o", "pipefail", "-c", script("nightly.yml", name)]
-    env = os.environ | variables
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    return done.returncode, done.stdout
-
-
-def test_nightly_gates_every_lane() -> None:
-    raw = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]
-    assert raw["gate"]["strategy"]["matrix"]["lane"] == "${{ fromJSON(needs.lanes.outputs.names) }}"
-    assert 'bumpgate" lanes --json' in script("nightly.yml", "List the lanes")
-    assert (raw["every-lane"]["if"], raw["every-lane"]["needs"]) == ("always()", ["lanes", "gate"])
-
-
-@pytest.mark.parametrize(
-    ("spoil", "verdict"),
-    [
-        (lambda path: None, "ADOPT"),
-        (lambda path: path.unlink(), "NO REPORT"),
-        (lambda path: path.write_text("{"), "NO REPORT"),
-        (lambda path: path.write_text(path.read_text().replace("ADOPT", "HOLD")), "HOLD"),
-        (lambda path: path.write_text(path.read_text().replace("ADOPT", "UNKNOWN")), "UNKNOWN"),
-        (lambda path: path.write_text(path.read_text().replace("true", "false")), "UNKNOWN"),
-        (lambda path: path.write_text(path.read_text().replace('"h200"', '"cpu"')), "UNKNOWN"),
-    ],
-    ids=["green", "absent", "cut off", "held", "unknown", "not finished", "of another lane"],
-)
-def test_nightly_is_green_only_if_every_lane_adopts(tmp_path: Path, spoil: Any, verdict: str) -> None:
-    files = {lane: a_gate(tmp_path, lane, "ADOPT") for lane in LANES}
-    spoil(files["h200"])
-    found = dict.fromkeys(LANES, "ADOPT") | {"h200": verdict}
-    printed = "".join(f"{lane}: {what}\n" for lane, what in found.items())
-    ran = run_script("Every lane reported, and adopts", tmp_path, LANES=" ".join(LANES))
-    assert ran == (verdict != "ADOPT", printed)
-
-
-def test_red_nightly_bisects_the_held_findings(tmp_path: Path) -> None:
-    for lane, decision in (("cpu", "HOLD"), ("h200", "UNKNOWN"), ("v6e", "ADOPT")):
-        a_gate(tmp_path, lane, decision)
-    output = tmp_path / "output"
-    assert run_script("What each lane holds back for", tmp_path, GITHUB_OUTPUT=str(output))[0] == 0
-    name, _, found = output.read_text().strip().partition("=")
-    held = {"lane": "cpu", "good": "2.13.0", "bad": "2.14.0", "test": "suites/a.py::t[x y]"}
-    assert (name, json.loads(found)) == ("held", [held])
-
-
-STUB = """#!/usr/bin/env bash
-echo "$(basename "$0") $*" >> "$LOG"
-case "$(basename "$0") $1" in
-  "bumpgate versions") printf '2.13.0  2026-05-01\\n2.14.0  2026-07-01\\n2.14.1  2026-08-01  yanked\\n' ;;
-  "bumpgate gate") mkdir -p bumpgate-mine && echo '{}' > bumpgate-mine/gate.json; exit "${CODE:-0}" ;;
-  "bumpgate report") echo "HOLD: torch 2.14.0" > bumpgate-mine/gate.md ;;
-  "gh api") [[ "$*" == *--paginate* ]] && cat "$COMMENTS"; exit 0 ;;
+# Programs of a hosted runner, which write what they were called with. `python3 -m venv` makes one that holds them all.
+TOOL = """#!/usr/bin/env bash
+name=$(basename "$0")
+case "$name $1 $2" in
+  "python3 - ") exec PYTHON - ;;
+  "python3 -c "*) exec PYTHON "$@" ;;
+  "python3 -m venv") mkdir -p "$3/bin" && cp "$(dirname "$0")"/{python,bumpgate} "$3/bin/"; exit ;;
 esac
+echo "$name $*" >> "$CALLS"
+case "$name $1 $2" in
+  "tox run "*) touch record.json; exit "${TOX:-0}" ;;
+  "python -m build") mkdir dist && touch dist/bumpgate-0.2.0-py3-none-any.whl ;;
+  "python -m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$(dirname "$0")/bumpgate" "$3/bin/" ;;
+  "cyclonedx-py environment "*) touch sbom.cdx.json ;;
+  "bumpgate lanes candidates") cat "$LISTED" ;;
+  "bumpgate lanes moved") cd "$GITHUB_WORKSPACE" && exec PYTHON -m bumpgate_cli "$@" ;;
+  "bumpgate versions "*) printf '2.13.0  2026-05-01\\n2.14.0  2026-07-01\\n2.14.1  2026-08-01  yanked\\n' ;;
+  "bumpgate gate "*) mkdir -p "$7"; [ -z "$DECISION" ] && exit 125
+    echo "{\\"lane\\": \\"$3\\", \\"decision\\": \\"$DECISION\\", \\"finished\\": true}" > "$7/gate.json"
+    case $DECISION in ADOPT) exit 0 ;; HOLD) exit 1 ;; *) exit 125 ;; esac ;;
+  "bumpgate report "*) echo "$DECISION: torch 2.14.0" > "${2%.json}.md"; touch record.md ;;
+  "bumpgate bisect "*) mkdir -p "$7" && echo '{}' > "$7/bisect.json" ;;
+  "bumpgate adopt "*) echo "# adopted" >> lanes/cpu/pylock.toml ;;
+  "gh api "*) [[ "$*" != *--paginate* ]] || echo "$COMMENTS" ;;
+  "gh pr list") echo 0 ;;
+esac
+"""
+NAMES = ("python3", "python", "bumpgate", "gh", "tox", "cyclonedx-py", "pip")
+
+
+def run_workflow(
+    name: str, folder: Path, source: Path = ROOT, **variables: str
+) -> tuple[dict[str, Job], str]:
+    """Run a workflow; return its jobs and the calls of programs. github_NAME: a value of the context `github`."""
+    copy = folder / "source"
+    if source == ROOT:  # what the workflows read, committed or not
+        copy.mkdir()
+        git = ["git", "-C", str(copy), "-c", "user.name=a", "-c", "user.email=a@b"]
+        named = (".github", "action.yml", "lanes", "CHANGELOG.md")
+        subprocess.run(["cp", "-r", *(str(ROOT / file) for file in named), str(copy)], check=True)
+        for command in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "all"]):
+            subprocess.run([*git, *command], check=True)
+    else:
+        subprocess.run(["git", "clone", "--quiet", str(source), str(copy)], check=True)
+    subprocess.run(["git", "init", "--quiet", "--bare", str(folder / "o/r.git")], check=True)
+    text = TOOL.replace(
+        "PYTHON -m bumpgate_cli", f"{sys.executable} -c 'from bumpgate.cli import main; main()'"
+    )
+    text = text.replace("PYTHON", sys.executable)
+    calls = folder / "calls"
+    calls.touch()
+    context = {"repository": "o/r", "run_id": "1", "event_name": "schedule", "token": "t"}
+    context |= {"server_url": f"file://{folder}", "workflow": name, "ref_name": "v0.2.0"}
+    given = {"CALLS": str(calls), "LISTED": str(folder / "listed"), "DECISION": "", "COMMENTS": ""}
+    for key, value in variables.items():
+        if key.startswith("github_"):
+            context[key.removeprefix("github_").replace("__", ".")] = value
+        else:
+            given[key] = value
+    runner = Runner(copy, folder / "run", dict.fromkeys(NAMES, text), context, given)
+    return runner.run(copy / ".github" / "workflows" / f"{name}.yml"), calls.read_text()
+
+
+def results(jobs: dict[str, Job]) -> dict[str, str]:
+    return {name: job.result for name, job in jobs.items()}
+
+
+LISTED = [
+    {"lane": "cpu", "device": "cpu", "candidate": "torch==2.14.0"},
+    {"lane": "h200", "device": "cuda", "candidate": "triton==3.9.1"},
+    {"lane": "h200", "device": "cuda", "candidate": "torch==2.15.1.dev20261101"},
+    {"lane": "v6e", "device": "xla", "candidate": ""},
+]
+ROOM = "bumpgate-cpu-torch-2.14.0"
+
+
+def nightly(folder: Path, listed: Any, **variables: str) -> tuple[dict[str, Job], str]:
+    (folder / "listed").write_text(json.dumps(listed))
+    return run_workflow("nightly", folder, **variables)
+
+
+def test_nightly_is_green_without_a_newer_candidate(tmp_path: Path) -> None:
+    jobs, calls = nightly(tmp_path, [{**each, "candidate": ""} for each in LISTED])
+    every = {"candidates": "success", "every-lane": "success", "notify": "success"}
+    assert results(jobs) == every | dict.fromkeys(("gate", "bisect", "adopt", "mirror"), "skipped"), jobs
+    assert jobs["every-lane"].log.splitlines()[-1] == "v6e: no newer candidate"
+    assert "bumpgate gate" not in calls
+
+
+def test_nightly_adopts_each_lane_apart_and_opens_the_pull_request(tmp_path: Path) -> None:
+    jobs, calls = nightly(tmp_path, LISTED, DECISION="ADOPT")
+    assert results(jobs) == dict.fromkeys(jobs, "success") | dict.fromkeys(("bisect", "mirror"), "skipped"), (
+        jobs
+    )
+    assert [line.split()[5] for line in calls.splitlines() if line.startswith("bumpgate gate")] == [
+        each["candidate"] for each in LISTED if each["candidate"]
+    ]
+    assert "v6e: no newer candidate" in jobs["every-lane"].log
+    pushed = [
+        "git",
+        "-c",
+        "safe.directory=*",
+        "-C",
+        str(tmp_path / "o/r.git"),
+        "log",
+        "--all",
+        "--format=%s%n%an",
+    ]
+    log = subprocess.run(pushed, capture_output=True, text=True, check=True).stdout
+    assert log.startswith("Adopt t")
+    assert "github-actions[bot]" in log
+    assert "Adopt torch==2.15.1.dev20261101" not in log, "a nightly is not adopted"
+    assert (
+        "gh pr create --repo o/r --head adopt/bumpgate-cpu-torch-2.14.0 --title Adopt torch==2.14.0" in calls
+    )
+    assert "bumpgate notify --github o/r\n" in calls, "nothing was bisected, and it is no dry run"
+
+
+def test_nightly_that_holds_is_red_bisected_and_told(tmp_path: Path) -> None:
+    jobs, calls = nightly(tmp_path, LISTED[:1], DECISION="HOLD")
+    red = dict.fromkeys(("gate", "every-lane"), "failure") | dict.fromkeys(("adopt", "mirror"), "skipped")
+    assert results(jobs) == dict.fromkeys(jobs, "success") | red, jobs
+    assert f"bumpgate bisect --lane cpu --from-gate {ROOM}/gate.json --out bisect-{ROOM}" in calls
+    assert f"--bisect bisect-{ROOM}/bisect.json" in calls
+
+
+@pytest.mark.parametrize(("decision", "verdict"), [("", "NO REPORT"), ("UNKNOWN", "UNKNOWN")])
+def test_nightly_is_red_for_a_lane_without_evidence(tmp_path: Path, decision: str, verdict: str) -> None:
+    jobs, calls = nightly(tmp_path, LISTED[:1], DECISION=decision)
+    assert (jobs["every-lane"].result, jobs["bisect"].result) == ("failure", "skipped")
+    assert f"cpu: torch==2.14.0 {verdict}" in jobs["every-lane"].log
+    assert "bumpgate adopt" not in calls
+
+
+def test_nightly_is_red_if_the_candidates_cannot_be_listed(tmp_path: Path) -> None:
+    jobs, _ = run_workflow("nightly", tmp_path)  # the file is absent
+    assert (jobs["candidates"].result, jobs["every-lane"].result) == ("failure", "failure")
+
+
+@pytest.mark.parametrize("name", ["pull_request", "mutation", "release"])
+def test_other_workflows_run_as_an_ordinary_user(name: str, tmp_path: Path) -> None:
+    jobs, calls = run_workflow(name, tmp_path)
+    assert set(results(jobs).values()) == {"success"}, jobs
+    assert "tox run" in calls
+    if name == "pull_request":
+        assert {"tox run -e cpu -- --gate", "tox run -e docs"} <= {*calls.splitlines()}
+
+
+def test_red_tests_make_a_red_pull_request_with_its_report(tmp_path: Path) -> None:
+    jobs, calls = run_workflow("pull_request", tmp_path, TOX="1")
+    assert set(results(jobs).values()) == {"failure"}
+    assert "bumpgate report record.json" in calls
+    assert (tmp_path / "run/artifacts/record-cpu/record.json").exists()
+
+
+USES = """on: pull_request
+permissions: {contents: read, pull-requests: write}
+jobs:
+  bump:
+    runs-on: ubuntu-latest
+    steps:
+      - uses: actions/checkout@de0fac2e4500dabe0009e67214ff5f5447ce83dd # v6.0.2
+        with: {fetch-depth: 2}
+      - uses: ./
+        with: {lane: mine, budget: "50", selection: "tests/a.py -k 'x y'", candidate: CANDIDATE}
 """
 
 
-def use_action(folder: Path, *, comments: str = "", code: int = 0, **inputs: str) -> tuple[str, str]:
-    """Run the scripts of the action in a foreign repository, with stubs. Return the calls and the outputs."""
-    tools = folder / "temp" / "bumpgate" / "bin"
-    tools.mkdir(parents=True)
-    for name in ("bumpgate", "gh"):
-        (tools / name).write_text(STUB)
-        (tools / name).chmod(0o755)
-    (folder / "comments").write_text(comments)
-    outputs, log = folder / "outputs", folder / "log"
-    outputs.touch()
-    values = {"lane": "mine", "nightly": "false", "token": "t"}
-    values |= dict.fromkeys(("candidate", "selection", "budget"), "") | inputs
-    given = {f"inputs.{name.replace('_', '-')}": value for name, value in values.items()}
-    given |= {"runner.temp": str(folder / "temp"), "github.repository": "o/r"}
-    for step in steps(ACTION):
-        if "run" not in step or step["name"] == "Install the controller":
-            continue
-        known = dict(line.split("=", 1) for line in outputs.read_text().splitlines())
-        given |= {f"steps.{id}.outputs.{name}": v for id in ("choose", "gate") for name, v in known.items()}
-        given["github.event.pull_request.number"] = "7"
-        variables = dict(step.get("env", {}))
-        for name, value in given.items():
-            variables = {k: v.replace(f"${{{{ {name} }}}}", value) for k, v in variables.items()}
-        if step["name"] == "Gate":
-            variables["CODE"] = str(code)
-        paths = {"GITHUB_OUTPUT": outputs, "GITHUB_STEP_SUMMARY": folder / "summary", "LOG": log}
-        paths |= {"RUNNER_TEMP": folder / "temp", "COMMENTS": folder / "comments"}
-        env = os.environ | {name: str(path) for name, path in paths.items()}
-        env |= {"PATH": f"{tools}:{os.environ['PATH']}"} | variables
-        done = subprocess.run(["bash", "-e", "-o", "pipefail", "-c", step["run"]], cwd=folder, env=env)
-        assert done.returncode == (code if step["name"] == "Verdict" else 0), step["name"]
-    return log.read_text(), outputs.read_text()
+def use_action(folder: Path, pin: str, candidate: str = "", **variables: str) -> tuple[Job, str]:
+    """Run the action on a pull request of a foreign repository that moves its requirement; return the job and calls."""
+    theirs = folder / "theirs"
+    files = {"bumpgate.toml": '[lanes.mine]\nrequirements = "bumps/requirements.txt"\n'}
+    files |= {".github/workflows/bump.yml": USES.replace("CANDIDATE", json.dumps(candidate))}
+    files |= {"action.yml": ACTION.read_text(), "bumps/requirements.txt": "torch==2.13.0\npytest>=8.3\n"}
+    for name, text in files.items():
+        (theirs / name).parent.mkdir(parents=True, exist_ok=True)
+        (theirs / name).write_text(text)
+    git = ["git", "-C", str(theirs), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "init", "--quiet", str(theirs)], check=True)
+    for message, text in (("base", files["bumps/requirements.txt"]), ("bump", f"{pin}\npytest>=8.3\n")):
+        (theirs / "bumps/requirements.txt").write_text(text)
+        subprocess.run([*git, "add", "--all"], check=True)
+        subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", message], check=True)
+    given = {"github_event_name": "pull_request", "github_event__pull_request__number": "7"}
+    jobs, calls = run_workflow("bump", folder, theirs, **given, **variables)
+    return jobs["bump"], calls
 
 
-def test_action_gates_the_newest_release_and_comments_once(tmp_path: Path) -> None:
-    calls, outputs = use_action(tmp_path, code=1, budget="20", selection="tests/a.py -k 'x y'")
-    gate = (
-        "bumpgate gate --lane mine --candidate torch==2.14.0 --out bumpgate-mine --anchor history --budget 20"
+def test_action_gates_what_a_bot_moves_and_comments_once(tmp_path: Path) -> None:
+    job, calls = use_action(tmp_path, "torch==2.14.0", DECISION="HOLD")
+    assert job.result == "failure", job.log
+    gate = "bumpgate gate --lane mine --candidate torch==2.14.0 --out bumpgate-mine-torch-2.14.0 --anchor history"
+    assert f"{gate} --budget 50 -- tests/a.py -k x y\n" in calls
+    assert "gh api --silent --method POST repos/o/r/issues/7/comments -F body=@" in calls
+    assert (
+        tmp_path / "run/bump-0/temp/comment.md"
+    ).read_text() == "<!-- bumpgate mine -->\nHOLD: torch 2.14.0\n"
+    assert (tmp_path / "run/summary").read_text() == "HOLD: torch 2.14.0\n"
+    assert (tmp_path / "run/bump-0/work/bumps/requirements.txt").read_text().startswith("torch==2.13.0"), (
+        "adopted"
     )
-    post = "gh api --silent --method POST repos/o/r/issues/7/comments -F body=@"
-    for call in ("bumpgate versions torch\n", f"{gate} -- tests/a.py -k x y\n", post):
-        assert call in calls
-    assert "decision=HOLD" in outputs
-    comment = (tmp_path / "temp" / "comment.md").read_text()
-    assert comment == "<!-- bumpgate mine -->\nHOLD: torch 2.14.0\n"
-    assert (tmp_path / "summary").read_text() == "HOLD: torch 2.14.0\n"
 
 
-def test_action_updates_its_comment_and_can_list_nightlies(tmp_path: Path) -> None:
-    for name in ("named", "newest"):
-        (tmp_path / name).mkdir()
-    named = {"comments": "41\n42\n", "candidate": "torch==2.15.0", "nightly": "true"}
-    calls, _ = use_action(tmp_path / "named", **named)
+def test_action_updates_its_comment(tmp_path: Path) -> None:
+    job, calls = use_action(tmp_path, "torch==2.14.0", "torch==2.15.0", DECISION="ADOPT", COMMENTS="41\n42")
+    assert job.result == "success", job.log
     assert "gh api --silent --method PATCH repos/o/r/issues/comments/41 -F body=@" in calls
-    assert ("bumpgate versions" in calls, "POST" in calls) == (False, False)
-    calls, _ = use_action(tmp_path / "newest", nightly="true")
-    assert "bumpgate versions torch --pre\n" in calls
+    assert ("lanes moved" in calls, "POST" in calls) == (False, False)
+
+
+def test_action_has_nothing_to_gate_if_no_package_of_the_lane_moves(tmp_path: Path) -> None:
+    job, calls = use_action(tmp_path, "torch==2.13.0")
+    assert job.result == "success", job.log
+    assert "nothing to gate" in job.log
+    assert "bumpgate gate" not in calls
+
+
+def test_action_installs_its_own_files() -> None:
     (install,) = (s["run"] for s in steps(ACTION) if s.get("name") == "Install the controller")
-    assert '"$GITHUB_ACTION_PATH[report]"' in install, "the action installs its own files"
+    assert '"$GITHUB_ACTION_PATH[report]"' in install
