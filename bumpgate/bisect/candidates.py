@@ -10,7 +10,7 @@ from datetime import date
 from functools import cached_property
 from pathlib import Path
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from bumpgate.core.errors import BumpgateError
 from bumpgate.env.build import Environment, NotInstallable
@@ -106,7 +106,7 @@ def between(
 def _version(text: str) -> Version:
     try:
         return Version(text)
-    except InvalidVersion:
+    except ValueError:
         why = "is neither a version such as 2.13.0 nor a date such as 2026-10-01"
         raise RangeError(f"{text!r} {why}") from None
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -90,7 +90,7 @@ def _requirements(environment: Environment, package: str, extras: frozenset[str]
     for text in (found.get_all("Requires-Dist") or ()) if found else ():
         try:
             requirement = Requirement(text)
-        except InvalidRequirement:
+        except ValueError:
             continue
         marker = requirement.marker
         if marker is None or any(marker.evaluate({"extra": extra}) for extra in (extras or {""})):

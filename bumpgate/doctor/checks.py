@@ -20,7 +20,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from bumpgate.core import lanes
 from bumpgate.core.errors import one_fault, one_line
@@ -265,7 +265,7 @@ def _one_build(metadata: str, files: str) -> bool:
     """PyPI's metadata leaves out the local label that the files have."""
     try:
         a, b = Version(metadata), Version(files)
-    except InvalidVersion:
+    except ValueError:
         return metadata == files
     return a.public == b.public and a.local in (None, b.local)
 
@@ -415,7 +415,7 @@ def driver_version(env_vars: Mapping[str, str], root: Path) -> str | None:
 def _holds(rule: str, torch: str) -> bool:
     try:
         return SpecifierSet(rule).contains(release(torch))
-    except InvalidVersion:
+    except ValueError:
         return False
 
 

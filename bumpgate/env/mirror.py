@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 import typer
 from packaging.markers import default_environment
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
@@ -338,7 +338,7 @@ def _pins(wheel: Path, extras: frozenset[str], python: str) -> Iterator[Requirem
         metadata = BytesParser().parsebytes(archive.read(name))
     here: dict[str, Any] = {**default_environment(), "python_version": python}
     for text in metadata.get_all("Requires-Dist") or ():
-        with suppress(InvalidRequirement):
+        with suppress(ValueError):
             required = Requirement(text)
             marker = required.marker
             if any(s.operator in ("==", "===") for s in required.specifier) and (

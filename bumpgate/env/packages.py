@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.lanes import FILE, WORDS, Lane
@@ -144,7 +144,7 @@ def satisfies(version: str, specifier: SpecifierSet) -> bool:
     """Check a PEP 440 specifier, with pre-releases included: a row may name a nightly."""
     try:
         return specifier.contains(Version(version), prereleases=True)
-    except InvalidVersion:
+    except ValueError:
         return False
 
 
@@ -171,7 +171,7 @@ def _same(a: str, b: str) -> bool:
     """Compare versions with their local labels: only the label distinguishes 2.8.3+cu130torch2.10 from 2.8.3."""
     try:
         return Version(a) == Version(b)
-    except InvalidVersion:
+    except ValueError:
         return a == b
 
 
@@ -247,13 +247,13 @@ class _Reader:
     def specifier(self, where: str, text: str) -> SpecifierSet:
         try:
             return SpecifierSet(text, prereleases=True)
-        except InvalidSpecifier:
+        except ValueError:
             raise self.fail(where, f"invalid PEP 440 specifier {text!r} (expected e.g. ==2.13.0)") from None
 
     def version(self, where: str, text: str) -> Version:
         try:
             return Version(text)
-        except InvalidVersion:
+        except ValueError:
             raise self.fail(where, f"invalid PEP 440 version {text!r}") from None
 
     def past(self, where: str, name: str, raw: Any) -> PackageSet:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 
 from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.env.locks import read_lock
@@ -68,7 +68,7 @@ def check_request(request: Request) -> None:
     for text in request.requirements:
         try:
             Requirement(text)
-        except InvalidRequirement as error:
+        except ValueError as error:
             raise BumpgateError(f"invalid requirement {text!r} ({one_line(error, 80)})") from None
     if request.lock is not None:
         python = read_lock(request.lock).python

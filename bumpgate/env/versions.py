@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 import typer
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag, compatible_tags, cpython_tags, platform_tags, sys_tags
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
@@ -190,7 +190,7 @@ def _accepts(requires: str | None, python: str) -> bool:
     try:
         # Check e.g. ">=3.11.4" against the newest patch release of 3.11.
         return not requires or f"{python}.99" in SpecifierSet(requires)
-    except InvalidSpecifier:
+    except ValueError:
         return True
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from bumpgate.core.errors import BumpgateError, loads
 from bumpgate.core.findings import NO_REGRESSION, Decision, TimedOutcome
@@ -83,7 +83,7 @@ def package_of(config: Mapping[str, Any]) -> str:
         if text.endswith(".whl"):
             return str(parse_wheel_filename(PurePosixPath(text).name)[0])
         return str(canonicalize_name(Requirement(text).name)) if text else ""
-    except (InvalidRequirement, InvalidWheelFilename):
+    except ValueError:
         return text
 
 

@@ -18,8 +18,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import pytest
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.version import InvalidVersion, Version
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from bumpgate.core import accepted, hosts, outcomes, rules
 from bumpgate.core.baseline import CALIBRATION, Baseline, inherited, judge, load
@@ -241,7 +241,7 @@ class RowRecorder:
             of_torch = requirement.name == "torch"
             installed = versions()["torch"] if of_torch else metadata.version(requirement.name)
             version = Version(str(installed))
-        except (InvalidRequirement, InvalidVersion, metadata.PackageNotFoundError) as error:
+        except (ValueError, metadata.PackageNotFoundError) as error:
             raise RowError(f"row {id!r}: known_in {known_in!r}: {one_line(error)}") from None
         public = version.base_version if version.is_prerelease else version.public
         known = f"known in {known_in}, installed {installed}: {one_line(reason)}"

@@ -19,7 +19,7 @@ from packaging.utils import (
     canonicalize_version,
     parse_wheel_filename,
 )
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from bumpgate.core.baseline import Baseline
 from bumpgate.core.gate_file import GateFile, GateSide
@@ -123,7 +123,7 @@ def _same(locked: str, installed: str, *, labelled: bool) -> bool:
     """Return whether two versions are equal. labelled: the installed one may have a local label that the lock omits."""
     try:
         ours, theirs = Version(locked), Version(installed)
-    except InvalidVersion:
+    except ValueError:
         return locked == installed
     return ours == theirs or (labelled and ours.local is None and ours == Version(theirs.public))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 from packaging.utils import parse_wheel_filename
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from bumpgate.core.errors import BumpgateError
 from bumpgate.doctor import abi
@@ -133,5 +133,5 @@ def _is_version(version: str, wheel: KernelWheel) -> bool:
     """Return whether a version is that of a kernel wheel, with any label."""
     try:
         return not wheel.version or Version(version).public == Version(wheel.version).public
-    except InvalidVersion:
+    except ValueError:
         return False

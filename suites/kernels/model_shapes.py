@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from bumpgate.core.rows import write_atomic
-from suites.kernels.peer_tuning import tuned_case
+from suites.kernels.peer_tuning import op_of, tuned_case
+from suites.ops import specs
 from suites.ops.spec import BF16, Workload
 from suites.support.calibrations import OF_HOST
 from suites.support.child import print_result
@@ -70,9 +71,9 @@ def compared(name: str) -> tuple[dict[str, list[float]], dict[str, list[float]],
 def report_speed(row: Any, name: str, case: Workload) -> None:
     """Report rows kernels/<name>/{forward,both}_{milliseconds,roofline_fraction,over_peer}.
 
-    both is forward and backward.
+    both is forward and backward. The peer of a ratio is the fastest of those that are installed.
     """
-    peers = _ways(case.peer, case) if case.peer else {}
+    peers = {peer: _ways(function, case) for peer, function in all_peers(name, case).items()}
     for way, call in _ways(case.op, case).items():
         timing = milliseconds(call)
         moved, multiplied = getattr(case.work, f"{way}_bytes"), getattr(case.work, f"{way}_flops")
@@ -86,11 +87,17 @@ def report_speed(row: Any, name: str, case: Workload) -> None:
                       f"{multiplied / 1e12:.2f} TFLOP at {matmul_rate() / 1e12:.0f} TFLOP/s"],
         )  # fmt: skip
         if peers:
-            other = milliseconds(peers[way])
+            times = sorted((milliseconds(ways[way]).median, peer) for peer, ways in peers.items())
             row.cost(
-                f"{id}_over_peer", timing.median / other.median, "ratio", tolerance=limits["ratio"], **about,
-                own=f"{id}_milliseconds", evidence=[f"peer: {other.median:.4f} ms"],
+                f"{id}_over_peer", timing.median / times[0][0], "ratio", tolerance=limits["ratio"], **about,
+                own=f"{id}_milliseconds", evidence=[f"{peer}: {ms:.4f} ms" for ms, peer in times],
             )  # fmt: skip
+
+
+def all_peers(name: str, case: Workload) -> dict[str, Callable[..., Any]]:
+    """Return the installed peers of a case by name."""
+    first = {specs()[op_of(name)].peer: case.peer} if case.peer else {}
+    return first | {each.name: each.function for each in case.others}
 
 
 def _ways(function: Callable[..., Any], case: Workload) -> dict[str, Callable[[], object]]:
@@ -101,7 +108,7 @@ def first_call(name: str) -> dict[str, Any]:
     """Run a case once at the timed batch size, forward and backward. Raises KeyError on an unknown case.
 
     Returns the CPU seconds with compilation and autotuning, the number of kernels they compiled, and what this process
-    read of its host before. The peer is called after them, so that its code is cached, too.
+    read of its host before. The peers are called after them, so that their code is cached, too.
     """
     case = tuned_case(name, B=4)
     torch.cuda.synchronize()
@@ -111,8 +118,8 @@ def first_call(name: str) -> dict[str, Any]:
     torch.cuda.synchronize()
     seconds = cpu_seconds() - started
     kernels = len(list(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")))
-    if case.peer:
-        forward_and_backward(case.peer, case.inputs)[1]()
+    for peer in all_peers(name, case).values():
+        forward_and_backward(peer, case.inputs)[1]()
     return {"cpu_seconds": seconds, "kernels": kernels, "host": host}
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from bumpgate.core.rows import write_atomic
 from suites.ops import specs, timed_cases
-from suites.support.absent import absent
+from suites.support.absent import absent, installed
 
 if TYPE_CHECKING:
     from suites.ops.spec import Workload
@@ -71,12 +71,15 @@ def keep_winners() -> int:
 def tuned_case(name: str, B: int) -> Workload:
     """Return a timed case on random inputs with the tuned peer, or None as the peer if it is not installed.
 
+    Other peers that are not installed are left out.
+
     Raises KeyError on another name, ImportError on a peer that is installed and does not import.
     """
     import torch
 
     torch.manual_seed(0)
     case = timed_cases()[name].make(B)
+    case = case._replace(others=tuple(each for each in case.others if installed(each.package)))
     if absent(peer_packages(name)):
         return case._replace(peer=None)
     if case.peer and specs()[op_of(name)].tuned_peer:

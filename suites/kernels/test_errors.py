@@ -79,6 +79,7 @@ def test_error_is_at_most_that_of_the_plain_formula(
 
 
 @lanes("h200")
+@pytest.mark.long(60)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @each([one for one in ALL if one[2].only_on_gpu])
 def test_error_on_a_gpus_own_path(lane: Lane, op: OpSpec, comparison: Comparison, dtype: str, row) -> None:

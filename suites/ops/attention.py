@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels._documents import seen_by
 from kernels.attention import attention
@@ -59,7 +60,16 @@ def workload(B: int, Hq: int, Hkv: int, P: int, softcap: float) -> spec.Workload
     moved, flops = spec.streaming(inputs, (q,)), 4 * B * Hq * P * T * T / 2
     # Two products forward; five backward.
     work = spec.Work(moved.forward_bytes, moved.both_bytes, flops, 3.5 * flops)
-    return spec.Workload(*spec.by_impl(attention, softcap=softcap), inputs, work)
+    others = [spec.OtherPeer("flash-attn 4", "flash-attn-4", partial(attention, softcap=softcap, impl="fa4"))]
+    if not softcap:  # SDPA has none
+        backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "SDPA's flash": SDPBackend.FLASH_ATTENTION}
+        others += [spec.OtherPeer(name, "", partial(sdpa, backend)) for name, backend in backends.items()]
+    return spec.Workload(*spec.by_impl(attention, softcap=softcap), inputs, work, tuple(others))
+
+
+def sdpa(backend: SDPBackend, *inputs: Tensor) -> Tensor:
+    with sdpa_kernel(backend):
+        return attention(*inputs, impl="sdpa")
 
 
 def interpreter() -> list[spec.KernelOp]:

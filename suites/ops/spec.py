@@ -58,6 +58,14 @@ class Work(NamedTuple):
     both_flops: float = 0.0
 
 
+class OtherPeer(NamedTuple):
+    """A further implementation to time. package: the distribution that it needs besides torch, "" for none."""
+
+    name: str
+    package: str
+    function: Callable[..., Any]
+
+
 class Workload(NamedTuple):
     """An op at a shape of the model, on CUDA.
 
@@ -69,6 +77,7 @@ class Workload(NamedTuple):
     peer: Callable[..., Any] | None
     inputs: tuple[Tensor, ...]
     work: Work
+    others: tuple[OtherPeer, ...] = ()
 
 
 @dataclass(frozen=True)

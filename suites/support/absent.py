@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
@@ -30,6 +31,11 @@ def absent(packages: Iterable[str]) -> list[str]:
     """
     found = {package: importlib.util.find_spec(package) for package in packages}
     return sorted(package for package, spec in found.items() if spec is None or spec.origin is None)
+
+
+def installed(distribution: str) -> bool:
+    """Return whether a distribution is installed; "" is nothing to install."""
+    return not distribution or bool(next(iter(metadata.distributions(name=distribution)), None))
 
 
 def given_up(lane: str) -> dict[str, str]:

@@ -125,12 +125,12 @@ def memory(name: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def full_size(name: str, policy: str) -> Iterator[FullSize]:
-    """Yield the preset `name` at full size under `policy`: contract applied, Dynamo watched, memory freed at exit.
+def full_size(name: str, policy: str, **changes: object) -> Iterator[FullSize]:
+    """Yield the preset `name` at full size, with `changes`, under `policy`; apply the contract, watch Dynamo.
 
-    The caller has claimed the memory (GIB) if other tests use the GPU.
+    Memory is freed at exit. The caller has claimed the memory (GIB) if other tests use the GPU.
     """
-    contract, config = load(), preset(name, "full")
+    contract, config = load(), preset(name, "full", **changes)
     with dynamo_config(read_dynamo_config(contract.dynamo)), DynamoWatch() as watch:
         torch.manual_seed(SEED)
         held = torch.cuda.memory_allocated()

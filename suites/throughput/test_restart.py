@@ -156,7 +156,9 @@ def _report_seconds(row, cold: Process, warm: list[Process]) -> None:
         spent = f"the ops' own kernels {process['kernels_seconds']:.1f} s, then {process['seconds']:.1f} s"
         timed = {**TIMED, "rule": "C18", "seen": process["graphs"], "measured": process["host"]}
         row.cost(f"{CASE}/{label}_first_step_seconds", seconds(process), "s", evidence=[spent], **timed)
-    spent = f"cold {seconds(cold):.1f} s, warm " + ", ".join(f"{seconds(w):.1f}" for w in warm)
+    spent = f"CPU: cold {cold['cpu_seconds']:.1f} s, warm " + ", ".join(
+        f"{w['cpu_seconds']:.1f}" for w in warm
+    )
     bound = {"at_most": LARGEST_RATIO, "rule": "C18", "seen": cold["counts"]["aot_miss"] or 0}
     row.bound(f"{CASE}/warm_over_cold", ratio(cold, warm), "ratio", evidence=[spent], **bound)
     losses = f"cold {cold['loss']!r}, warm {quickest['loss']!r}"

@@ -1,0 +1,234 @@
+"""The functions of the kernel wheels inside the model's A and M blocks, passed to Dynamo in each of four forms.
+
+traced          as they are
+allow_in_graph  as one node of Dynamo's graph, which AOTAutograd traces
+disable         called outside of the graph: a break
+custom_op       wrapped in an opaque op with a fake and a backward
+
+`python -m suites.wheels.treatments counts FORM` and `... rate FORM` are one process each: a form that crashes takes no
+other one with it. B batch, T tokens, H heads, P head dim, N state dim, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import model.attention
+import model.mamba
+from bumpgate.core.errors import one_line
+from kernels.ssd_chunk_scan import SsdInputs
+from launch.contract import load
+from launch.step import make_optimizer, train_step
+from model import Hybrid
+from suites.support.child import Programs
+from suites.support.gpu_timing import milliseconds, rate_of
+from suites.support.hybrids import build, token_batch, watched_hybrid
+from suites.throughput.full_size import CALLS, WARMUP, full_size
+
+FORMS = ("traced", "allow_in_graph", "disable", "custom_op")
+CHUNK = 128
+MIXER = {"m_mixer": "mamba2"}
+# Two blocks A, two M and four E, of widths that every wheel takes: the trimmed flash-attn has head dims 64 and 128,
+# and causal-conv1d's rows of the input projection must be a multiple of 8 wide.
+NARROW = {"depth": 8, "q_heads": 2, "kv_heads": 1, "head_dim": 64, "m_heads": 8, "m_head_dim": 64, **MIXER}
+main = Programs()
+
+Function = Callable[..., Tensor]
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q (B,T,Hq,P), k and v (B,T,Hkv,P), one document a row -> (B,T,Hq,P)."""
+    return import_module("flash_attn").flash_attn_func(q, k, v, causal=True)
+
+
+def chunk_scan(x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor) -> Tensor:
+    """x (B,T,H,P), dt (B,T,H), A and D (H,), Bmat and Cmat (B,T,G,N), one document a row -> (B,T,H,P)."""
+    package = import_module("mamba_ssm.ops.triton.ssd_combined")
+    return package.mamba_chunk_scan_combined(x, dt, A, Bmat, Cmat, CHUNK, D=D)
+
+
+def short_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x (B,T,D), weight (D,W), bias (D,), one document a row -> silu of the convolution (B,T,D)."""
+    package = import_module("causal_conv1d")
+    return package.causal_conv1d_fn(x.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)
+
+
+class Site(NamedTuple):
+    """Where the model calls an op of a wheel. called: the wheel's function -> what replaces the model's op there."""
+
+    module: Any
+    op: str
+    function: Function
+    called: Callable[[Function], Callable[..., Any]]
+
+
+def _attention(function: Function) -> Callable[..., Tensor]:
+    return lambda q, k, v, doc_ids, softcap, window: function(q, k, v)
+
+
+def _scan(function: Function) -> Callable[..., Any]:
+    def call(i: SsdInputs, chunk_size: int) -> tuple[Tensor, None]:
+        return function(i.x, i.dt, i.A, i.Bmat, i.Cmat, i.D), None
+
+    return call
+
+
+def _conv(function: Function) -> Callable[..., Tensor]:
+    return lambda x, weight, bias, doc_ids: function(x, weight, bias)
+
+
+# Import name of a wheel -> its site.
+SITES = {
+    "flash_attn": Site(model.attention, "attention", flash_attention, _attention),
+    "mamba_ssm": Site(model.mamba, "ssd_chunk_scan", chunk_scan, _scan),
+    "causal_conv1d": Site(model.mamba, "causal_conv1d", short_conv, _conv),
+}
+
+
+def given_as(form: str, function: Function) -> Function:
+    """Return the function in one form. Raises KeyError on an unknown form."""
+    return {
+        "traced": lambda function: function,
+        "allow_in_graph": torch.compiler.allow_in_graph,
+        "disable": torch.compiler.disable,
+        "custom_op": opaque,
+    }[form](function)
+
+
+def opaque(function: Function) -> Function:
+    """Wrap a differentiable function, whose result has the shape and dtype of its first input, in a custom op.
+
+    The backward runs the function once more, as under activation checkpointing: a wheel's own backward has another
+    signature in each release.
+    """
+    name = f"bumpgate_wheels::{function.__name__}"
+
+    def forward(inputs: list[Tensor]) -> Tensor:
+        return function(*inputs).contiguous()
+
+    def backward(inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
+        with _recording():
+            leaves = [t.detach().requires_grad_() for t in inputs]
+            return [g.contiguous() for g in torch.autograd.grad(function(*leaves), leaves, gradient)]
+
+    op = torch.library.custom_op(name, forward, mutates_args=())
+    op.register_fake(lambda inputs: inputs[0].new_empty(inputs[0].shape))
+    op_backward = torch.library.custom_op(f"{name}_backward", backward, mutates_args=())
+    op_backward.register_fake(lambda inputs, gradient: [t.new_empty(t.shape) for t in inputs])
+
+    def save(ctx: Any, inputs: tuple[list[Tensor]], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[0])
+
+    def differentiate(ctx: Any, gradient: Tensor) -> tuple[list[Tensor]]:
+        return (op_backward(list(ctx.saved_tensors), gradient),)
+
+    op.register_autograd(differentiate, setup_context=save)
+    return lambda *inputs: op(list(inputs))
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Let autograd record inside of a custom op, below which it is off."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradCPU, keys.AutogradCUDA):
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def inside(packages: Sequence[str], form: str) -> Iterator[None]:
+    """Make the model call the wheels' functions in one form inside the block."""
+    with ExitStack() as stack:
+        for package in packages:
+            site = SITES[package]
+            called = site.called(given_as(form, site.function))
+            stack.enter_context(mock.patch.object(site.module, site.op, called))
+        yield
+
+
+def _loss_gradients(model: Hybrid, loss: Tensor) -> Tensor:
+    loss.backward()
+    found = torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def count(package: str, form: str) -> dict[str, Any]:
+    """Compile a narrow hybrid as one region with a wheel's function in one form, and train it for 70 steps.
+
+    Returns breaks, graphs, recompiles, reasons, and the difference of the gradient from eager's, relative to it; or
+    `raised`, one line, if the model does not compile.
+    """
+    contract = load()
+    with watched_hybrid("nam52", "whole_opaque", device="cuda", backend="aot_eager", **NARROW) as hybrid:
+        hybrid.model.bfloat16()
+        ids = token_batch(hybrid.config, 2, device="cuda")
+        with inside([package], "traced"):
+            eager = build(hybrid.config, "cuda", torch.bfloat16)
+            expected = _loss_gradients(eager, eager(ids))
+        with inside([package], form):
+            try:
+                found = _loss_gradients(hybrid.model, hybrid.compiled.first(ids))
+            except RuntimeError as error:
+                return {"raised": f"{type(error).__name__}: {one_line(error)}"[:300]}
+            optimizer = make_optimizer(hybrid.model)
+            before = len(hybrid.report().recompiles)
+            for step in range(contract.recompile_budget_steps):
+                train_step(
+                    hybrid.compiled, optimizer, token_batch(hybrid.config, 2, seed=step, device="cuda")
+                )
+        report = hybrid.report()
+    return {
+        "breaks": len(report.breaks),
+        "graphs": report.unique_graphs,
+        "recompiles": len(report.recompiles) - before,
+        "calls": report.calls,
+        "difference": float((found - expected).norm() / expected.norm()),
+        "evidence": list(report.evidence())[:6],
+    }
+
+
+@main
+def counts(form: str) -> dict[str, Any]:
+    return {package: count(package, form) for package in SITES}
+
+
+@main
+def rate(form: str) -> dict[str, Any]:
+    """Return tokens per second of nam52 at full width with all three wheels in one form, each block a region.
+
+    form "eager": nothing is compiled.
+    """
+    policy = "eager" if form == "eager" else "regional"
+    with (
+        inside(list(SITES), "traced" if form == "eager" else form),
+        full_size("nam52", policy, **MIXER) as hybrid,
+    ):
+        try:
+            hybrid.first_step()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            return {"raised": f"{type(error).__name__}: {one_line(error)}"[:300]}
+        timing = milliseconds(hybrid.step, CALLS["nam52"], WARMUP["nam52"])
+        report = hybrid.watch.refresh()
+        return {
+            "rate": rate_of(hybrid.tokens, timing),
+            "milliseconds": timing.median,
+            "breaks": len(report.breaks),
+            "graphs": report.unique_graphs,
+        }
+
+
+if __name__ == "__main__":
+    main.main()
