@@ -35,7 +35,7 @@ def device_tree(index: LocalIndex, tree: Path, tmp_path: Path) -> Path:
     write_lane(tree, "h200", FAST.format(torch="1.0+cu130"))
     pins = '"torch==1.0", "triton==3.0", "jax==1.0", "jaxlib==1.0", "ray[tune]==2.0"'
     project = (tree / "pyproject.toml").read_text()
-    (tree / "pyproject.toml").write_text(project.replace('h200 = ["', f'h200 = [{pins}, "'))
+    (tree / "pyproject.toml").write_text(project.replace("h200 = [", f"h200 = [{pins}, "))
     for version in ("1.0", "2.0", "3.0"):
         folder = tmp_path / "wheels"
         index.add(fake_wheel(folder, "jax", version, requires=[f"jaxlib=={version}"]))
