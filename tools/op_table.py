@@ -1,10 +1,10 @@
 """The kernels on an H200 in one table: error, speed next to the peer's, and the resources of their code.
 
-`python -m tools.op_table [--out docs/kernels.md]` prints GitHub Markdown from the reviewed rows:
-baselines/h200.json for what ran, baselines/cpu.json for the codegen tier's counts of the same triton; from what
-tools.kernel_peers measured; from COUNTERS, what Nsight Compute counted; and from WITH_WHEELS, a run next to the peers'
-wheels, which the adopted environment lacks. A cell without a row reads "-". Exit codes: 0 the table is written; 2 usage
-error, or an unusable baseline, record or --out.
+`python -m tools.op_table [--out docs/kernels.md]` prints Markdown from the reviewed rows: baselines/h200.json for
+what ran, baselines/cpu.json for the codegen tier's counts of the same triton. The peers' times are from
+tools.kernel_peers, and from WITH_WHEELS, a run next to wheels that the adopted environment lacks; COUNTERS names the
+build that Nsight Compute counted. A cell without a row reads "-". Exit codes: 0 the table is written; 2 usage error, or
+an unusable baseline, record or --out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from suites.ops import specs
 from suites.support.comparison import AT_MOST
 from suites.support.tables import publish, table
 from tools import kernel_peers
-from tools.kernel_peers import described
 
 ROOT = Path(__file__).resolve().parents[1]
 WITH_WHEELS = ROOT / "baselines" / "records" / "h200-kernel-wheels.json.xz"
@@ -48,7 +47,8 @@ wheel were measured in a run with these wheels, baselines/records/{with_wheels}.
 {own_attention}
 Roofline: the larger of the bytes that must move at the copy rate, and the products at the matmul rate, both measured
 in the run. Registers and spills: the most that any of the op's kernels takes, and of all kernels together, a thread,
-in the code that triton {triton} makes of that shape.
+in the code that triton {triton} makes of that shape. `tools/kernel_counters.json` has the counters of Nsight Compute
+from which the last column of the marks is read.
 """
 # Whether torch's own attention kernels are among the peers of the table.
 COUNTED = "Torch's own attention kernels (below) are among the peers."
@@ -56,21 +56,6 @@ NOT_COUNTED = (
     "Torch's own attention kernels (below) are not among the peers: they were measured on another build,\n"
     "{build}."
 )
-
-
-COUNTERS_HEAD = (
-    "op, shape", "kernel", "ms", "tensor cores", "issue slots", "special functions", "L1", "L2", "DRAM",
-    "warps an SM", "registers", "shared, KiB", "a warp waits for",
-)  # fmt: skip
-COUNTERS_NOTES = """
-Nsight Compute's counters of one forward and backward pass, of each kernel that takes 2% of it or more.
-
-Busy shares are in percent. A warp waits so many cycles between two instructions for: `barrier` the other warps of its
-program, `long_scoreboard` loads from L1 or beyond, `short_scoreboard` shared memory, `mio_throttle` the queue of
-special functions and shared memory, `wait` a fixed latency, `not_selected` a scheduler that issues for another warp,
-`dispatch_stall` the dispatcher, `math_pipe_throttle` a busy pipe, `drain` its last stores. Measured by
-`tools/kernel_counters.py` of commit f2734a8f.
-"""
 MARKS_HEAD = ("row", "mark", "measured", "beyond the mark by", "what bounds it")
 
 
@@ -177,7 +162,7 @@ def lines(
 def markdown(
     ran: Baseline, compiled: Baseline, wheels: Record, peers: Mapping[str, Any], counters: Mapping[str, Any]
 ) -> str:
-    """Return the page: every case that has a timed row, the marks, the other peers and the counters.
+    """Return the page: every case that has a timed row, the marks and the other peers.
 
     wheels: a run with the wheels of the peers. Raises BaselineError if there is no timed row.
     """
@@ -204,27 +189,8 @@ def markdown(
     page = ["# The kernels on an H200", "", f"{machine}.", "", *table(HEAD, body)]
     page += [NOTES.format(triton=triton, with_wheels=WITH_WHEELS.name, own_attention=own_attention)]
     page += ["## Marks", "", *table(MARKS_HEAD, marks(values, elsewhere)), ""]
-    page += [*kernel_peers.section(peers, ours), "", *counters_section(counters), ""]
+    page += [*kernel_peers.section(peers, ours), ""]
     return "\n".join(page)
-
-
-def counters_section(counters: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the lines of a Markdown section on COUNTERS, with a table for each machine and build."""
-    tables: dict[str, list[tuple[str, ...]]] = {}
-    for name, case in counters.items():
-        title = f"`{name}`"
-        for kernel in case["both"]:
-            shares = [f"{kernel[key]:.0f}" for key in ("tensor", "issue", "xu", "l1", "l2", "dram", "warps")]
-            resources = [f"{kernel['registers']:.0f}", f"{kernel['shared_bytes'] / 1024:.0f}"]
-            waits = ", ".join(f"{reason} {cycles:.1f}" for reason, cycles in kernel["waits"].items())
-            milliseconds = f"{kernel['nanoseconds'] / 1e6:.3f}"
-            cells = (title, f"`{kernel['kernel']}`", milliseconds, *shares, *resources, waits)
-            tables.setdefault(described(case["made_with"]), []).append(cells)
-            title = ""
-    text = ["## What the kernels wait for", *COUNTERS_NOTES.splitlines()]
-    for machine, rows in tables.items():
-        text += ["", f"{machine}:", "", *table(COUNTERS_HEAD, rows)]
-    return text
 
 
 def _build(made_with: Mapping[str, Any]) -> str:

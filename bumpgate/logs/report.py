@@ -245,12 +245,3 @@ def compare(before: Report, after: Report) -> list[Difference]:
             out.append(Difference(label, name, old, new, first or gone))  # type: ignore[arg-type]
     order: Sequence[str] = ("NEW", "MORE", "GONE", "FEWER")
     return sorted(out, key=lambda d: order.index(d.label))
-
-
-def issues_table() -> str:
-    """Return the known issues as a Markdown table, for docs/logs.md."""
-    rows = [
-        f"| [{issue.name.replace('_', ' ')}]({issue.link}) | `{issue.family}` | {issue.versions} | {issue.workaround} |"
-        for issue in load_issues()
-    ]
-    return "\n".join(["| issue | family | versions | until it is fixed |", "|---|---|---|---|", *rows])

@@ -1,4 +1,4 @@
-"""The table of the kernels: reviewed values, "-" for others, other peers, and counters."""
+"""The table of the kernels: reviewed values, "-" for others, and other peers."""
 
 from __future__ import annotations
 
@@ -109,22 +109,6 @@ def test_docs_table_matches_the_reviewed_rows() -> None:
     ran, compiled = (load(ROOT / "baselines" / f"{lane}.json", lane) for lane in ("h200", "cpu"))
     text = op_table.markdown(ran, compiled, *op_table.measured())
     assert (ROOT / "docs/kernels.md").read_text() == text, "python -m tools.op_table --out docs/kernels.md"
-
-
-def test_counters_have_a_table_for_each_machine_and_build() -> None:
-    kernel = {"kernel": "_forward", "nanoseconds": 1960, "waits": {"wait": 4.0, "barrier": 1.04}}
-    kernel |= dict.fromkeys(("tensor", "issue", "xu", "l1", "l2", "dram", "warps", "registers"), 12.345)
-    both = [kernel | {"shared_bytes": 2048}, kernel | {"kernel": "sum", "shared_bytes": 0}]
-    made = HERE | {"driver": "580.1"}
-    counters = {"scan-N64": {"made_with": made, "both": both}}
-    counters["scan-N128"] = {"made_with": made | {"torch": "2.12.0"}, "both": both[:1]}
-    found = op_table.counters_section(counters)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found if line.startswith("| ")]
-    assert [row[:3] for row in rows[2:4]] == [["`scan-N64`", "`_forward`", "0.002"], ["", "`sum`", "0.002"]]
-    assert rows[2][3:] == ["12"] * 8 + ["2", "wait 4.0, barrier 1.0"]
-    machines = [line for line in found if line.startswith("NVIDIA")]
-    builds = [f"torch {torch}, triton 3.6.0" for torch in ("2.11.0", "2.12.0")]
-    assert machines == [f"NVIDIA H200, driver 580.1, {build}:" for build in builds]
 
 
 def test_fastest_implementation_is_bold(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
