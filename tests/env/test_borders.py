@@ -272,6 +272,12 @@ def test_invalid_lock_is_one_line(text: str, words: str, tmp_path: Path) -> None
     assert is_line(str(refused.value))
 
 
+def test_lock_is_installed_by_exact_version_and_hash(tmp_path: Path) -> None:
+    """=== also refuses a build of the same version with a label."""
+    lock = write(tmp_path / "pylock.toml", LOCK)
+    assert pins(lock) == [f"torch===1.0 --hash=sha256:{'0' * 64}"]
+
+
 @pytest.mark.parametrize("read", [read_lock, pins, wheel_sizes])
 @pytest.mark.parametrize("field", ['name = "torch', '\nversion = "1.0', 'marker = "a'])
 def test_field_of_two_lines_is_refused(field: str, read: Callable[[Path], object], tmp_path: Path) -> None:

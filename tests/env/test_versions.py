@@ -25,6 +25,8 @@ from tests.env.conftest import Run
 from tests.support.local_index import JSON_TYPE, LocalIndex, fake_wheel, isolated
 from tests.support.tree import ROOT
 
+HERE = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalIndex]:
@@ -108,10 +110,16 @@ def test_yanked_versions_are_marked_with_their_reason(index: LocalIndex, tmp_pat
     assert [f.yanked for f in versions.versions("torch")] == [None, "broken on Tuesdays", ""]
 
 
-@pytest.mark.parametrize("yanked", ["torch-1.0-py3-none-any.whl", "torch-1.0-1-py3-none-any.whl", ""])
+PLAIN, AGAIN = "torch-1.0-py3-none-any.whl", "torch-1.0-1-py3-none-any.whl"
+OF_TAG = f"torch-1.0-{HERE}-{HERE}-manylinux_2_17_x86_64.whl"
+
+
+@pytest.mark.parametrize(
+    ("yanked", "other"), [(PLAIN, AGAIN), (AGAIN, AGAIN), ("", AGAIN), (PLAIN, OF_TAG), (OF_TAG, OF_TAG)]
+)
 @pytest.mark.parametrize("order", [1, -1])
-def test_wheel_replaced_by_another_build_is_not_yanked(yanked: str, order: int) -> None:
-    names = ["torch-1.0-py3-none-any.whl", "torch-1.0-1-py3-none-any.whl"]
+def test_wheel_replaced_by_another_one_is_not_yanked(yanked: str, other: str, order: int) -> None:
+    names = [PLAIN, other]
     page = "".join(
         f'<a href="{name}"{" data-yanked" * (name == yanked)}>{name}</a>' for name in names[::order]
     )
@@ -138,12 +146,11 @@ def test_sdists_of_an_html_page_are_found(tmp_path: Path) -> None:
 
 
 def test_best_wheel_for_the_interpreter_is_selected(index: LocalIndex, tmp_path: Path) -> None:
-    here = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     serve(index, tmp_path, "1.0")
-    serve(index, tmp_path, "1.0", tag=f"{here}-{here}-manylinux_2_17_x86_64")
+    serve(index, tmp_path, "1.0", tag=f"{HERE}-{HERE}-manylinux_2_17_x86_64")
     serve(index, tmp_path, "1.1", tag="cp39-cp39-manylinux_2_17_x86_64")
     found = versions.versions("torch")
-    assert [(f.version, here in f.url) for f in found] == [("1.0", True)]
+    assert [(f.version, HERE in f.url) for f in found] == [("1.0", True)]
     assert listed("torch", python="3.9") == ["1.0", "1.1"]
     serve(index, tmp_path, "1.0", name="old", tag="cp27-cp27mu-linux_x86_64")
     with pytest.raises(VersionsError, match=r"old: no wheel for Python 3\.\d+ here; 1 for others"):

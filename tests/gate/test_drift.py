@@ -310,6 +310,10 @@ def test_accepted_drift_does_not_hide_a_later_one() -> None:
     after = weeks(*WEEKLY_STEP, *[0.0] * 7)
     assert ratios(after) == ratios(after, entry) == [4.5]
     assert ratios(weeks(*WEEKLY_STEP[:-1], 0.1, 0.1, 0.1, *[0.0] * 5), entry) == [4.5, 10]
+    larger = acceptance(math.exp(0.09), TODAY - timedelta(weeks=9))
+    assert ratios(weeks(*WEEKLY_STEP[:-1], 0.09, 0.09, 0.09, *[0.0] * 5), entry, larger) == [4.5], (
+        "the larger of two acceptances counts"
+    )
     assert ratios(weeks(*WEEKLY_STEP, 0.0, 0.0, 0.0, 0.04, 0.04, 0.04, 0.04), entry) == [4.5, 4]
 
 

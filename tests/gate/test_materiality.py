@@ -16,7 +16,7 @@ from bumpgate.core.findings import Decision, TimedOutcome
 from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict
 from bumpgate.gate.environments import same_variant
 from bumpgate.gate.evidence import read_judged
-from bumpgate.gate.materiality import KINDS, allowed, kind_of
+from bumpgate.gate.materiality import KINDS, allowed, kind_of, plausible, variants
 from bumpgate.gate.sequential import Timed
 from bumpgate.gate.state import NAME
 from bumpgate.gate.verdict import GateVerdict, Side, judge_gate
@@ -160,6 +160,26 @@ def test_candidate_is_requested_in_the_adopted_variant_first(
     requirement: str, adopted: str, first: list[str]
 ) -> None:
     assert same_variant(requirement, adopted) == first
+
+
+@pytest.mark.parametrize(
+    ("adopted", "candidate", "labels"),
+    [
+        (CPU, CUDA, ["cpu", "cu132"]),
+        (CPU, CPU, []),
+        (CPU, "2.15.0", []),
+        ("2.9.0a0+git21fec65", CUDA, []),
+    ],
+)
+def test_variants_are_builds_for_devices(adopted: str, candidate: str, labels: list[str]) -> None:
+    """A commit in a label is none."""
+    assert variants(adopted, candidate) == labels
+
+
+@pytest.mark.parametrize(("after", "believed"), [(80, True), (125, True), (79, False), (126, False)])
+def test_gain_is_believed_within_a_quarter(after: int, believed: bool) -> None:
+    """An instrument may lose a part of a count, or count twice."""
+    assert plausible(row("a/b/n", 100, "count"), row("a/b/n", after, "count")) is believed
 
 
 @pytest.mark.parametrize(

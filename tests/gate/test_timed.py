@@ -185,11 +185,12 @@ def test_plan_depends_on_sessions_and_lane() -> None:
             (None, True, "throughput/a/b"),
             (None, True, start("warm")),
             (None, True, start("cold")),
-            (12, True, "throughput/a/b"),
+            (SessionPlan().modes.sessions, True, "throughput/a/b"),
+            (SessionPlan().modes.sessions - 1, True, "throughput/a/b"),
             (None, False, "throughput/a/b"),
         )
     ]
-    assert watched == [True, True, False, False, False]
+    assert watched == [True, True, False, True, False, False]
     plan = plan_for(None, False, "cuda", [("a/noisy-*", 0.2), ("throughput/start-*", 0.3)])
     assert (plan.settle, plan_for(None, True).settle) == (8, 16), "a GPU lane ends earlier"
     noisy = plan.rule("a/noisy-1/rate")
