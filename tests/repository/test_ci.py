@@ -79,7 +79,7 @@ case "$name $1 $2" in
     case $DECISION in ADOPT) exit 0 ;; HOLD) exit 1 ;; *) exit 125 ;; esac ;;
   "bumpgate report "*) echo "$DECISION: torch 2.14.0" > "${2%.json}.md"; touch record.md ;;
   "bumpgate bisect "*) mkdir -p "$7" && echo '{}' > "$7/bisect.json" ;;
-  "bumpgate adopt "*) echo "# adopted" >> lanes/cpu/pylock.toml ;;
+  "bumpgate adopt "*) mkdir -p lanes/cpu && echo "# adopted" >> lanes/cpu/pylock.toml ;;
   "gh api "*) [[ "$*" != *--paginate* ]] || echo "$COMMENTS" ;;
   "gh pr list") echo 0 ;;
 esac
@@ -88,7 +88,7 @@ NAMES = ("python3", "python", "bumpgate", "gh", "tox", "cyclonedx-py", "pip")
 
 
 def run_workflow(
-    name: str, folder: Path, source: Path = ROOT, **variables: str
+    name: str, folder: Path, source: Path = ROOT, **variables: Any
 ) -> tuple[dict[str, Job], str]:
     """Run a workflow; return its jobs and the calls of programs. github_NAME: a value of the context `github`."""
     copy = folder / "source"
@@ -133,7 +133,7 @@ LISTED = [
 ROOM = "bumpgate-cpu-torch-2.14.0"
 
 
-def nightly(folder: Path, listed: Any, **variables: str) -> tuple[dict[str, Job], str]:
+def nightly(folder: Path, listed: Any, **variables: Any) -> tuple[dict[str, Job], str]:
     (folder / "listed").write_text(json.dumps(listed))
     return run_workflow("nightly", folder, **variables)
 
@@ -221,11 +221,12 @@ jobs:
       - uses: actions/checkout@de0fac2e4500dabe0009e67214ff5f5447ce83dd # v6.0.2
         with: {fetch-depth: 2}
       - uses: ./
-        with: {lane: mine, budget: "50", selection: "tests/a.py -k 'x y'", candidate: CANDIDATE}
+        with: {lane: mine, budget: "50", selection: "tests/a.py -k 'x y'", candidate: CANDIDATE,
+               adopt: "${{ contains(github.event.pull_request.labels.*.name, 'adopt') }}"}
 """
 
 
-def use_action(folder: Path, pin: str, candidate: str = "", **variables: str) -> tuple[Job, str]:
+def use_action(folder: Path, pin: str, candidate: str = "", **variables: Any) -> tuple[Job, str]:
     """Run the action on a pull request of a foreign repository that moves its requirement; return the job and calls."""
     theirs = folder / "theirs"
     files = {"bumpgate.toml": '[lanes.mine]\nrequirements = "bumps/requirements.txt"\n'}
@@ -258,6 +259,19 @@ def test_action_gates_what_a_bot_moves_and_comments_once(tmp_path: Path) -> None
     assert (tmp_path / "run/bump-0/work/bumps/requirements.txt").read_text().startswith("torch==2.13.0"), (
         "adopted"
     )
+
+
+def test_label_adopts_the_candidate_on_the_branch_of_the_bot(tmp_path: Path) -> None:
+    labelled = {"github_event__pull_request__labels__*__name": ["adopt"], "github_head_ref": "bot/torch"}
+    job, calls = use_action(tmp_path, "torch==2.14.0", DECISION="HOLD", github_actor="ada", **labelled)
+    assert job.result == "success", job.log
+    reason = "--no-store --reviewed * --reason label of pull request 7, given by ada"
+    assert f"bumpgate adopt bumpgate-mine-torch-2.14.0/gate.json {reason}" in calls
+    shown = ["git", "-C", str(tmp_path / "source"), "show", "--stat", "--format=%s", "bot/torch"]
+    commit = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+    assert commit.startswith("Adopt torch==2.14.0 on lane mine\n")
+    assert "lanes/cpu/pylock.toml" in commit
+    assert "gate.json" not in commit
 
 
 def test_action_updates_its_comment(tmp_path: Path) -> None:

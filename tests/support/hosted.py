@@ -22,7 +22,7 @@ from ruamel.yaml import YAML
 # Root without capabilities may do what an ordinary user may: no mount, no namespace, no other user's files.
 ORDINARY = ("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs")
 EXPRESSION = re.compile(r"\$\{\{(.*?)\}\}", re.DOTALL)
-TOKEN = re.compile(r"'(?:[^']|'')*'|[A-Za-z_][\w-]*(?:\.[\w-]+)*|&&|\|\||==|!=|!|[(),]|\d+|\s+")
+TOKEN = re.compile(r"'(?:[^']|'')*'|[A-Za-z_][\w-]*(?:\.(?:[\w-]+|\*))*|&&|\|\||==|!=|!|[(),]|\d+|\s+")
 OPERATORS = {"&&": " and ", "||": " or ", "!": " not ", "true": "True", "false": "False", "null": "None"}
 REFUSED = '#!/bin/sh\necho "unshare: unshare failed: Operation not permitted" >&2\nexit 1\n'
 GIT = ("git", "-c", "safe.directory=*")
@@ -125,7 +125,7 @@ class Runner:
         assert given.keys() <= inputs.keys(), "an input that the action does not have"
         inside = {name: value for name, value in known.items() if not name.startswith("steps.")}
         inner = Job()
-        inside |= {f"inputs.{k}": v for k, v in (inputs | given).items()}
+        inside |= {f"inputs.{k}": self.text(v) for k, v in (inputs | given).items()}  # always texts
         self.steps(inner, place, action["runs"]["steps"], inside)
         job.log += inner.log
         outputs = {k: self.value(v["value"], inside | inner.outputs) for k, v in action["outputs"].items()}
