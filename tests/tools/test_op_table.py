@@ -78,6 +78,18 @@ def test_marks_print_the_distance_and_the_known_bound() -> None:
     assert printed["mamba3_siso-N128-G1/both_milliseconds"] == ["-", "-", ""]
 
 
+def test_page_lists_the_marks_that_are_missed_or_not_measured() -> None:
+    met, missed = "causal_conv1d-D3584/both_milliseconds", "moe_combine-E64-K6/both_roofline_fraction"
+    text = page(
+        {f"kernels/{met}": 0.3, f"kernels/{missed}": 0.5, "kernels/scan-N64/forward_milliseconds": 0.5}
+    )
+    assert f"1 of {len(op_table.all_marks())} marks of `suites/ops` are met. The others:" in text
+    assert (f"| `{met}` |" in text, f"| `{missed}` | 0.8 | 0.500 | missed by 37.5% |" in text) == (
+        False,
+        True,
+    )
+
+
 def test_results_of_another_build_are_not_mixed_into_the_table() -> None:
     """Times of cuDNN, of the run with wheels, and counters: of the build of these rows, or of another one."""
     wheels, peers, counters = op_table.measured()
