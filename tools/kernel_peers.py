@@ -11,21 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bumpgate.plugin.provenance import driver, versions
 from bumpgate.process.host import gpu_models
-from suites.support.tables import publish, table
+from suites.support.tables import publish
 
 FILE = Path(__file__).with_suffix(".json")
-NOTES = """
-Median milliseconds, one document a row; both: forward and backward. {machine}.
-
-Ours are the lane's rows of this build. cuDNN and flash are SDPA's, which has no softcap; "-": not measured. To measure
-again: `python -m tools.kernel_peers --out tools/kernel_peers.json`.
-"""
 WAYS = ("forward", "both")
 CASES = ("attention-P128", "attention-P128-softcap30", "attention-P64", "attention-P64-softcap30")
 # Of an output against ours: two roundings to bf16.
@@ -86,31 +80,6 @@ def measure(name: str) -> dict[str, list[float]]:
         ways = forward_and_backward(call, case.inputs)
         found[which] = [round(milliseconds(way).median, 4) for way in ways]
     return found
-
-
-def section(result: Mapping[str, Any], ours: Mapping[str, Sequence[float]]) -> list[str]:
-    """Return the lines of a Markdown section on the result of `main`; the fastest of each line is bold.
-
-    ours: case -> milliseconds of each way of the op itself.
-    """
-    measured = result["milliseconds"].items()
-    both = {case: ({"ours": ours[case]} if case in ours else {}) | times for case, times in measured}
-    names = ["ours", *dict.fromkeys(name for times in both.values() for name in times if name != "ours")]
-    rows = []
-    for case, times in both.items():
-        for i, way in enumerate(result["ways"]):
-            values = {name: ways[i] for name, ways in times.items() if ways[i] is not None}
-            cells = [f"{values[name]:.3f}" if name in values else "-" for name in names]
-            fastest = names.index(min(values, key=lambda name: values[name]))
-            cells[fastest] = f"**{cells[fastest]}**"
-            rows.append(("" if i else f"`{case}`", way, *cells))
-    notes = NOTES.format(machine=described(result["made_with"])).splitlines()
-    return ["## Attention and torch's own kernels", *notes, "", *table(("op, shape", "pass", *names), rows)]
-
-
-def described(made: Mapping[str, Any]) -> str:
-    """Return the machine and build of a result in one line."""
-    return f"{made['device']}, driver {made['driver']}, torch {made['torch']}, triton {made['triton']}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -51,10 +51,9 @@ in the code that triton {triton} makes of that shape. `tools/kernel_counters.jso
 from which the last column of the marks is read.
 """
 # Whether torch's own attention kernels are among the peers of the table.
-COUNTED = "Torch's own attention kernels (below) are among the peers."
+COUNTED = "Torch's own attention kernels are among the peers."
 NOT_COUNTED = (
-    "Torch's own attention kernels (below) are not among the peers: they were measured on another build,\n"
-    "{build}."
+    "Torch's own attention kernels are not among the peers: they were measured on another build,\n{build}."
 )
 MARKS_HEAD = ("row", "mark", "measured", "beyond the mark by", "what bounds it")
 
@@ -162,7 +161,7 @@ def lines(
 def markdown(
     ran: Baseline, compiled: Baseline, wheels: Record, peers: Mapping[str, Any], counters: Mapping[str, Any]
 ) -> str:
-    """Return the page: every case that has a timed row, the marks and the other peers.
+    """Return the page: every case that has a timed row, the marks.
 
     wheels: a run with the wheels of the peers. Raises BaselineError if there is no timed row.
     """
@@ -175,13 +174,11 @@ def markdown(
     triton = str(made.get("triton"))
     # Times of torch's own attention, and counters, of another build explain nothing about these rows.
     others = times_of_peers(wheels) if _build(wheels.provenance) == _build(made) else {}
-    ours: dict[str, list[Any]] = {}
     own_attention = NOT_COUNTED.format(build=_build(peers["made_with"]))
     if _build(peers["made_with"]) == _build(made):
         own_attention = COUNTED
         for name, times in peers["milliseconds"].items():
             others.setdefault(name, {}).update(times)
-            ours[name] = [values.get(f"kernels/{name}/{way}_milliseconds") for way in WAYS]
     builds = {name: _build(case["made_with"]) for name, case in counters.items()}
     elsewhere = {name: build for name, build in builds.items() if build != _build(made)}
     body = [cells for name in names for cells in lines(name, values, compiled.rows, triton, others)]
@@ -192,7 +189,6 @@ def markdown(
     missed = [mark for mark in every if not mark[3].endswith("%") or mark[3].startswith("missed")]
     met = f"{len(every) - len(missed)} of {len(every)} marks of `suites/ops` are met. The others:"
     page += ["## Marks", "", met, "", *table(MARKS_HEAD, missed), ""]
-    page += [*kernel_peers.section(peers, ours), ""]
     return "\n".join(page)
 
 
