@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bumpgate.plugin.instruments import reset_dynamo
 from launch import train
-from launch.autofit import MEMORY, accumulated_step, device_batch
+from launch.autofit import MEMORY, Share, accumulated_step, device_batch
 from launch.contract import ContractError
 from launch.environment import RETRY
 from launch.retry import REASON, load_retry, supervise
@@ -88,6 +88,16 @@ def test_split_batch_step_equals_full_step(row) -> None:
 
     for fault in (alike, shrunk):
         assert float((after(fault)[1] - whole[1]).abs().max()) > 1e-3, fault.__name__
+
+
+def test_shares_of_ranks_average_to_the_whole_batch() -> None:
+    """Ranks exchange the means of their gradients and losses."""
+    whole, bos = after(train_step), DENSE.bos_id
+    shares = [
+        after(lambda m, o, ids, i=i: accumulated_step(m, o, ids, 2, bos, Share(i, 2))) for i in range(2)
+    ]
+    for both, expected in zip(zip(*shares), whole, strict=True):
+        torch.testing.assert_close(sum(both) / 2, expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("rows", [8, 4])
