@@ -63,6 +63,26 @@ def test_time_of_another_host_is_not_judged(
 
 
 @pytest.mark.parametrize(
+    ("unit", "here", "shown"),
+    [("us", 9.0, True), ("us", 3.0, False), ("bytes/s", 3.0, True), ("bytes/s", 9.0, False)],
+)
+def test_time_that_meets_its_limit_is_judged_on_a_slower_host_only(
+    unit: str, here: float, shown: bool
+) -> None:
+    """A host is slower with a longer latency, or a lower rate."""
+    reviewed = {
+        "a/b/c": Reviewed(1.0, "s", "lower", 0.1, bound="launch"),
+        "calibration/launch/x": Reviewed(6.0, unit, "derived"),
+    }
+    baseline = Baseline("cpu", HOST, reviewed)
+    made = Row("a/b/c", 1.0, "s", 1, "C37", better="lower", tolerance=0.1, bound="launch")
+    found = on_this_host(
+        judge(made, baseline, failed_instruments={}), baseline, HOST, {"calibration/launch/x": here}
+    )
+    assert (found.verdict is Verdict.PASS) is shown, found.reason
+
+
+@pytest.mark.parametrize(
     ("reviewed_work", "work", "verdict"),
     [
         ("pattern AEME, batch 2", "pattern AEME, batch 2", Verdict.PASS),

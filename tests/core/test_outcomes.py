@@ -55,7 +55,7 @@ def values(foreign: Foreign) -> dict[str, object]:
 
 def test_each_outcome_of_an_unmarked_test_is_a_row(foreign: Foreign) -> None:
     foreign.write("tests/test_optional.py", SKIPPED_MODULE)
-    foreign.write("other/test_other.py", "def test_other(): pass\n")
+    foreign.write("tests_of_others/test_other.py", "def test_other(): pass\n")
     ran = foreign.pytest("-m", "mine", "--gate")
     assert ran.code == 0, ran.out + ran.err
     head = "tests/test_unchanged.py::"
