@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from bumpgate import cli
+import bumpgate
 from bumpgate.core import accepted
 from bumpgate.core.accepted import today
 from bumpgate.core.baseline import Baseline, Reviewed, judge, load, save
 from bumpgate.core.rows import Judgement, Record, Row, Verdict, digest_of, read_record, write_record
 from bumpgate.process.tree_digest import measured_tree
-from bumpgate.review.rebaseline import plan
+from bumpgate.review.rebaseline import plan, plan_times
 from bumpgate.table import summary, verdict_table
 from suites.support.planted import planted
 from tests.review.conftest import Call
@@ -307,10 +307,19 @@ def test_broken_files_and_folders_are_one_line_and_exit_4(
     assert fails("run inside the repository") == ""
 
 
+def test_times_of_a_host_leave_unreviewed_paired_rows_out() -> None:
+    """Sessions compare a paired row on each host: its value there is no review."""
+    old = Baseline("cpu", dict(MADE), {"a/x/n": Reviewed(1.0, "s", "lower", 0.1, test="t.py::x")})
+    rows = timed("x", 2.0, unit="s"), timed("y", 3.0, unit="s", paired=True)
+    found = tuple(judge(made, old, failed_instruments={}) for made in rows)
+    new, _ = plan_times(Record(HERE, found, sealed=True), old)
+    assert {id: row.value for id, row in new.rows.items()} == {"a/x/n": 2.0}
+
+
 def test_help_and_version_are_printed(call: Call) -> None:
     code, out, _ = call("rebaseline", "--help")
     assert (code, "Exit codes: 0 done" in out) == (0, True)
-    assert call("--version")[:2] == (0, f"bumpgate {cli._version()}\n")
+    assert call("--version")[:2] == (0, f"bumpgate {bumpgate.__version__}\n")
 
 
 def test_terminal_table_has_colour_and_complete_text(repository: Repository) -> None:
