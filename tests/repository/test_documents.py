@@ -50,6 +50,14 @@ def test_commands_of_a_page_exist_with_their_options(page: Path) -> None:
             assert {*given} - {"--help"} <= known, line
 
 
+def test_links_of_readme_also_work_on_pypi() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    assert len(links) > 5
+    assert [link for link in links if not link.startswith("https://")] == []
+    pages = [link.partition("/blob/main/")[2] for link in links if "/blob/main/" in link]
+    assert [page for page in pages if not (ROOT / page).is_file()] == []
+
+
 def parameters(command: typer.core.TyperCommand) -> list[typer.core.TyperOption]:
     below = [each for child in getattr(command, "commands", {}).values() for each in parameters(child)]
     return [*command.params, *below]
