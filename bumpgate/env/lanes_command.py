@@ -129,7 +129,7 @@ def candidates_command(
     A version is newer than the adopted one, and resolves together with the rest of the lane. A lane without one has
     the candidate "".
 
-    Exit codes: 0 done, 4 bad input, 125 an index failed.
+    Exit codes: 0 done, 4 bad input or an index that does not answer, 125 a resolution that failed for another reason.
     """
     root = find_root(Path.cwd())
     found = []

@@ -80,7 +80,7 @@ case "$name $1 $2" in
   "bumpgate report "*) echo "$DECISION: torch 2.14.0" > "${2%.json}.md"; touch record.md ;;
   "bumpgate bisect "*) mkdir -p "$7" && echo '{}' > "$7/bisect.json" ;;
   "bumpgate adopt "*) mkdir -p lanes/cpu && echo "# adopted" >> lanes/cpu/pylock.toml ;;
-  "gh api "*) [[ "$*" != *--paginate* ]] || echo "$COMMENTS" ;;
+  "gh api "*) [ -z "$READ_ONLY" ] || exit 1; [[ "$*" != *--paginate* ]] || echo "$COMMENTS" ;;
   "gh pr list") echo 0 ;;
 esac
 """
@@ -279,6 +279,13 @@ def test_action_updates_its_comment(tmp_path: Path) -> None:
     assert job.result == "success", job.log
     assert "gh api --silent --method PATCH repos/o/r/issues/comments/41 -F body=@" in calls
     assert ("lanes moved" in calls, "POST" in calls) == (False, False)
+
+
+def test_pull_request_of_a_fork_has_the_summary_alone(tmp_path: Path) -> None:
+    job, _ = use_action(tmp_path, "torch==2.14.0", DECISION="ADOPT", READ_ONLY="1")
+    assert job.result == "success", job.log
+    assert "::warning::bumpgate could not comment" in job.log
+    assert (tmp_path / "run/summary").read_text() == "ADOPT: torch 2.14.0\n"
 
 
 def test_action_has_nothing_to_gate_if_no_package_of_the_lane_moves(tmp_path: Path) -> None:
