@@ -66,6 +66,7 @@ case "$name $1 $2" in
   "python3 -m venv") mkdir -p "$3/bin" && cp "$(dirname "$0")"/{python,bumpgate} "$3/bin/"; exit ;;
 esac
 echo "$name $*" >> "$CALLS"
+[ -z "$UV_TORCH_BACKEND" ] || echo "$name with torch for $UV_TORCH_BACKEND" >> "$CALLS"
 case "$name $1 $2" in
   "tox run "*) touch record.json; exit "${TOX:-0}" ;;
   "python -m build") mkdir dist && touch dist/bumpgate-0.2.0-py3-none-any.whl ;;
@@ -154,6 +155,8 @@ def test_nightly_adopts_each_lane_apart_and_opens_the_pull_request(tmp_path: Pat
     assert [line.split()[5] for line in calls.splitlines() if line.startswith("bumpgate gate")] == [
         each["candidate"] for each in LISTED if each["candidate"]
     ]
+    cpu, gpu = (f"with torch for cpu\nbumpgate report bumpgate-{lane}" for lane in ("cpu", "h200"))
+    assert (cpu in calls, gpu in calls) == (True, False)
     assert "v6e: no newer candidate" in jobs["every-lane"].log
     pushed = [
         "git",
@@ -250,7 +253,7 @@ def test_action_gates_what_a_bot_moves_and_comments_once(tmp_path: Path) -> None
     job, calls = use_action(tmp_path, "torch==2.14.0", DECISION="HOLD")
     assert job.result == "failure", job.log
     gate = "bumpgate gate --lane mine --candidate torch==2.14.0 --out bumpgate-mine-torch-2.14.0 --anchor history"
-    assert f"{gate} --budget 50 -- tests/a.py -k x y\n" in calls
+    assert f"{gate} --budget 50 -- tests/a.py -k x y\nbumpgate with torch for cpu\n" in calls
     assert "gh api --silent --method POST repos/o/r/issues/7/comments -F body=@" in calls
     assert (
         tmp_path / "run/bump-0/temp/comment.md"

@@ -47,6 +47,7 @@ class Runner:
     github: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
+    exported: dict[str, str] = field(default_factory=dict)  # by the steps of the job that runs
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +94,7 @@ class Runner:
         place = self.folder / name
         for part in ("work", "temp"):
             (place / part).mkdir(parents=True)
-        job = Job()
+        job, self.exported = Job(), {}
         self.value(raw["runs-on"], context)
         here = {"github.workspace": str(place / "work"), "runner.temp": str(place / "temp")}
         self.steps(job, place, raw["steps"], {**context, **here})
@@ -134,13 +135,15 @@ class Runner:
 
     def script(self, job: Job, place: Path, step: Any, known: Mapping[str, Any]) -> int:
         output, summary = place / "output", self.folder / "summary"
+        exports = place / "env"
         output.touch()
+        exports.write_text("")
         env = {"HOME": str(self.folder / "home"), "GIT_CONFIG_NOSYSTEM": "1", "LANG": "C.UTF-8", "CI": "true"}
         paths = [self.folder / "tools", Path(sys.executable).parent, "/usr/local/bin", "/usr/bin", "/bin"]
         env |= {"PATH": os.pathsep.join(map(str, paths)), "GITHUB_ACTION_PATH": str(self.source)}
-        env |= {"RUNNER_TEMP": str(place / "temp"), "GITHUB_OUTPUT": str(output)}
+        env |= {"RUNNER_TEMP": str(place / "temp"), "GITHUB_OUTPUT": str(output), "GITHUB_ENV": str(exports)}
         env |= {"GITHUB_STEP_SUMMARY": str(summary), "GITHUB_WORKSPACE": str(place / "work")}
-        env |= {"GITHUB_REF_NAME": str(self.github.get("ref_name", "")), **self.variables}
+        env |= {"GITHUB_REF_NAME": str(self.github.get("ref_name", "")), **self.variables, **self.exported}
         env |= {name: self.text(self.value(value, known)) for name, value in step.get("env", {}).items()}
         strict = ["--noprofile", "--norc", "-eo", "pipefail"] if step.get("shell") == "bash" else ["-e"]
         command = ["bash", *strict, "-c", self.text(self.value(step["run"], known))]
@@ -152,6 +155,7 @@ class Runner:
             name, _, value = line.partition("=")
             job.outputs[f"steps.{step.get('id', '')}.outputs.{name}"] = value
         output.write_text("")
+        self.exported |= dict(line.split("=", 1) for line in exports.read_text().splitlines())
         return done.returncode
 
     def action(self, place: Path, name: str, given: Mapping[str, Any]) -> int:
