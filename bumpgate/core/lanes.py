@@ -56,6 +56,7 @@ class Lane:
     environment. Both, and the patches of kernel wheels, are next to the lane.toml; else paths from the root.
     canaries: the folder or file of canary tests that a gate runs first; "" for none.
     smoke: tests that a rollback runs, by path or node id; by default the canaries.
+    install: whether each side of a gate installs the project itself, with the dependencies of its pyproject.toml.
     tests: files and folders whose tests belong to the lane without its marker; the outcome of each is a row.
     slow_modes: whether a gate takes enough sessions to find processes that are slow as a whole.
     margins: (pattern of row ids, change) of timed rows that vary too much between processes on this lane to be compared
@@ -84,6 +85,7 @@ class Lane:
     canaries: str = ""
     smoke: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
+    install: bool = False
     slow_modes: bool = False
     margins: tuple[tuple[str, float], ...] = ()
     description: str = ""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -24,6 +25,10 @@ from bumpgate.env.locks import Lock
 from bumpgate.env.packages import satisfies
 from bumpgate.env.request import RUNNING
 
+# Locks of package managers: a lane takes the versions of the project's own dependencies from them.
+LOCKS = ("uv.lock", "poetry.lock", "pdm.lock", "pylock.toml")
+# Packages that are built for one torch: a candidate of torch moves them, so that no version is taken from a lock.
+WITH_TORCH = ("torchvision", "torchaudio", "torchtext", "triton")
 # What pip ignores in a line of a requirements file.
 COMMENT = re.compile(r"(^|\s)#.*")
 
@@ -85,11 +90,14 @@ def of_lane(root: Path, lane: Lane) -> list[str]:
     if lane.requirements:
         fix = "restore it, or name another file as `requirements` of the lane"
         with one_fault(f"{lane.requirements}: cannot be read", fix=fix):
-            found = [each for _, each in places(lane, path.read_text(encoding="utf-8"))]
+            text = path.read_text(encoding="utf-8")
+            own: Sequence[str] = of_project(root) if lane.install or path.name in LOCKS else []
+            found = _locked(text, own) if path.name in LOCKS else [each for _, each in places(lane, text)]
         for each in found:
             with one_fault(f"{lane.requirements}: {each!r} is not a requirement such as torch==2.13.0"):
                 Requirement(each)
-        return found
+        named = set(map(_name, found))
+        return [*found, *(each for each in own if _name(each) not in named)]
     with one_fault(f"{lanes.PROJECT} has no extra {name!r}"):
         text = path.read_text(encoding="utf-8")
         document = tomllib.loads(text)
@@ -100,10 +108,42 @@ def of_lane(root: Path, lane: Lane) -> list[str]:
             raise BumpgateError(f"no extra or group {name!r} in {lanes.PROJECT}; it has: {known}")
     fix = "write it as in torch==2.13.0"
     with one_fault(f"{lanes.PROJECT}: extra {name!r} has an invalid requirement", fix=fix):
-        own = project.get("dependencies", ()) if lanes.is_foreign(root) else ()
+        own = of_project(root) if lanes.is_foreign(root) else ()
         found = list(dict.fromkeys((*own, *(each for _, each in places(lane, text)))))
         itself = canonicalize_name(project["name"])
         return [each for each in found if canonicalize_name(Requirement(each).name) != itself]
+
+
+def of_project(root: Path) -> list[str]:
+    """Return the dependencies that a pyproject.toml declares, also in Poetry's table, without the project itself."""
+    path = root / lanes.PROJECT
+    document = tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = list(document.get("project", {}).get("dependencies", ()))
+    poetry = document.get("tool", {}).get("poetry", {}).get("dependencies", {})
+    return found or [name for name in poetry if name != "python"]
+
+
+def _locked(text: str, own: Sequence[str]) -> list[str]:
+    """Return a project's own dependencies in the versions of its lock; those that torch moves keep their range."""
+    raw = tomllib.loads(text)
+    entries = raw.get("package") or raw.get("packages") or []
+    versions = {
+        str(canonicalize_name(e["name"])): str(e["version"])
+        for e in entries
+        if "version" in e and (not (m := e.get("resolution-markers")) or any(Marker(x).evaluate() for x in m))
+    }
+    found = []
+    for each in own:
+        requirement = Requirement(each)
+        name = _name(each)
+        if name in versions and name not in WITH_TORCH:
+            requirement.specifier = SpecifierSet(f"=={versions[name]}")
+        found.append(str(requirement))
+    return found
+
+
+def _name(requirement: str) -> str:
+    return str(canonicalize_name(Requirement(requirement).name))
 
 
 def places(lane: Lane, text: str) -> list[tuple[str, str]]:
@@ -119,6 +159,14 @@ def places(lane: Lane, text: str) -> list[tuple[str, str]]:
 
 def pinned(lane: Lane, text: str, pins: Pins) -> str:
     """Return the text of a lane's requirements file with its pins moved. Comments and order are kept."""
+    if Path(lane.requirements).name in LOCKS:
+        moved = [f"{name}=={version}" for name, version in pins.lock.versions.items() if name == "torch"]
+        how = {"uv.lock": "uv lock --upgrade-package", "poetry.lock": "poetry add", "pdm.lock": "pdm update"}
+        command = how.get(Path(lane.requirements).name, "the package manager that wrote it:")
+        raise BumpgateError(
+            f"lane {lane.name} takes its versions from {lane.requirements}, which only its package manager "
+            f"changes: {command} {moved[0] if moved else 'torch'}"
+        )
     if lane.requirements:
         lines = []
         for line in text.splitlines(keepends=True):

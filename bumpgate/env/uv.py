@@ -146,15 +146,21 @@ def _device(path: Path) -> int:
     return next(p for p in (path, *path.parents) if p.exists()).stat().st_dev
 
 
-def run_uv(arguments: Sequence[str | Path], log: Path, keep_open: Sequence[int] = ()) -> tuple[int, str]:
+def run_uv(
+    arguments: Sequence[str | Path],
+    log: Path,
+    keep_open: Sequence[int] = (),
+    variables: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
     """Run uv. Return its exit status and its output, which is appended to `log` with the command.
 
     uv ends with this call, and with this process, however that ends. keep_open: descriptors that it holds meanwhile.
+    variables: of its environment, next to this process's.
     """
     command = [find_uv(), *map(str, arguments)]
     # Hard links, also on file systems that can clone: what environments share can be counted.
     defaults = {"UV_CACHE_DIR": str(uv_cache()), "UV_LINK_MODE": "hardlink"}
-    settings = {**defaults, **host_settings(), "NO_COLOR": "1", "UV_NO_PROGRESS": "1"}
+    settings = {**defaults, **host_settings(), "NO_COLOR": "1", "UV_NO_PROGRESS": "1", **(variables or {})}
     part = log.with_suffix(".part")
     try:
         child = LoggedChild(command, Path.cwd(), settings, part, tuple(map(os.dup, keep_open)))

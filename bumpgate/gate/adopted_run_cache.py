@@ -92,6 +92,7 @@ def key(bench: Bench, gate: Gate) -> str:
         "lane": config.lane,
         "selection": config.selection,
         "command": config.command,
+        "base": config.base,
         "without": config.without,
         "variables": {"rounds": ROUNDS, **bench.tiers(gate), **_variables(bench.root, tree.files)},
         "tree": tree.tree,

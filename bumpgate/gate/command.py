@@ -29,6 +29,7 @@ from bumpgate.core.text import redacted
 from bumpgate.env.cached import Disk
 from bumpgate.env.lane import LaneContext
 from bumpgate.env.mirror import copies
+from bumpgate.env.project import commit_of
 from bumpgate.env.store import sha256_of
 from bumpgate.gate import drift, state
 from bumpgate.gate.environments import EnvSpec, environments, keep_locks, requests
@@ -71,6 +72,9 @@ def command(
     lane: Annotated[str, typer.Option(help="A declared lane.")],
     candidate: Annotated[str, typer.Option(help="The candidate: 'torch==2.14.0', or a wheel file.")] = "",
     adopted: Annotated[str, typer.Option(help="Change a package of the adopted side: triton==3.7.1.")] = "",
+    base: Annotated[
+        str, typer.Option(help="Compare the work tree with this commit of the project; one environment.")
+    ] = "",
     anchor: Annotated[
         str, typer.Option(help="Also pair with this older build; `history`: a month ago.")
     ] = "",
@@ -128,6 +132,7 @@ def command(
         candidate_file=sha256_of(Path(candidate).expanduser()) if is_file else "",
         without=tuple(sorted({str(canonicalize_name(name)) for name in without or ()})),
         command=shell or "",
+        base=commit_of(find_root(Path.cwd()), base) if base else "",
     )
     links = (*(find_links or ()), *copies(store or ()))
     _run(config, out, budget, gpus, resume, fresh, index, links)
@@ -193,14 +198,15 @@ def _run(
     show(found, place, again=earlier is not None)
     if gate.undecided:
         view.say(f"the budget ended before every timed row was decided. Resume with: {_resume_line()}")
-    if not (found.gaps() or config.selection):
+    if not (found.gaps() or config.selection or config.base):
         view.say(f"to adopt it: {_adoption(config, found, place / state.NAME)}")
     raise typer.Exit(found.decision.value)
 
 
 def _folder(config: GateConfig, root: Path, out: Path | None) -> Path:
     """Return the folder of the gate, made. Raises BumpgateError if it holds sources of the work tree."""
-    name = re.sub(r"[^A-Za-z0-9.+-]+", "-", redacted(config.candidate) or "python").strip("-")
+    what = redacted(config.candidate) or (f"base-{config.base[:12]}" if config.base else "python")
+    name = re.sub(r"[^A-Za-z0-9.+-]+", "-", what).strip("-")
     place = out or root / "build" / "gate" / f"{config.lane}-{name}"
     if not (place / state.NAME).exists() and (own := sources_in(root, place)):
         raise BumpgateError(
@@ -291,8 +297,9 @@ def _require_usable(config: GateConfig, root: Path) -> None:
         fix = f"{end} it with: bumpgate rollback {cut.lane} --adoption"
         raise BumpgateError(f"{cut} was cut short here: {fix}")
     lanes.require(root, config.lane)
-    if bool(config.candidate) == bool(config.python_candidate):
-        raise BumpgateError("name the candidate: --candidate 'torch==X', or --python-candidate PATH")
+    if [bool(config.candidate), bool(config.python_candidate), bool(config.base)].count(True) != 1:
+        one = "--candidate 'torch==X', --python-candidate PATH, or --base REF for commits of the project"
+        raise BumpgateError(f"name one candidate: {one}")
     _require_candidate(config.candidate)
     for name, (python, requirement) in config.requests.items():
         if requirement and python:

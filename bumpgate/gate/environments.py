@@ -6,7 +6,7 @@ import hashlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.text import redacted
-from bumpgate.env import compiled
+from bumpgate.env import compiled, project
 from bumpgate.env.build import BuildError, Environment, NotInstallable, build
 from bumpgate.env.lane import LaneContext, lane_request
 from bumpgate.env.locks import file_digests
@@ -22,6 +22,7 @@ from bumpgate.env.packages import lock_variables
 from bumpgate.env.request import Request
 from bumpgate.gate.state import GateConfig, GateError
 from bumpgate.gate.view import View
+from bumpgate.process.host import PROJECT
 from bumpgate.process.tree_digest import Binding
 from bumpgate.wheels import fitting as wheels
 
@@ -98,12 +99,30 @@ def environments(
     new: the gate is not resumed.
     Raises GateError if an interpreter of the user lacks a kernel wheel that `--without` does not name.
     """
-    return {
+    found = {
         name: _of_set(name, wanted[name], root, config.lane, view)
         if name in wanted
         else _of_interpreter(name, python, root, config, new=new)
         for name, (python, _) in config.requests.items()
     }
+    if not (config.base or LaneContext(root, config.lane).declared.install):
+        return found
+    return {name: _with_project(name, spec, root, config, view) for name, spec in found.items()}
+
+
+def _with_project(name: str, spec: EnvSpec, root: Path, config: GateConfig, view: View) -> EnvSpec:
+    """Build the project for a side: the adopted one at the base, if there is one."""
+    if spec.failure:
+        return spec
+    commit = config.base if name == "adopted" else ""
+    try:
+        with view.doing(f"{name}: building the project"):
+            key = str(spec.python.parent.parent.resolve())
+            folder = project.installed(root, spec.python, key, view.say, commit)
+    except BuildError as error:
+        return replace(spec, failure=one_line(error), command=f"less {shlex.quote(str(error.log))}")
+    own = {PROJECT: str(folder)}
+    return replace(spec, variables={**spec.variables, **own}, more=tuple({**m, **own} for m in spec.more))
 
 
 def requests(
@@ -116,7 +135,8 @@ def requests(
     if index is not None and not re.match(r"(https?|file)://.", index):
         raise GateError(f"--index {redacted(index)}: must be a URL such as https://HOST/index")
     lock = LaneContext(root, config.lane).lock
-    adopted = lock.versions.get("torch", "") if lock else ""
+    pinned = (re.match(r"torch\s*==\s*(\S+)", each) for each in LaneContext(root, config.lane).requirements())
+    adopted = lock.versions.get("torch", "") if lock else next((found[1] for found in pinned if found), "")
     sources: dict[str, Any] = {"index": index, "find_links": tuple(find_links)}
     return {
         name: [

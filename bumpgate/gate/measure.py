@@ -93,7 +93,10 @@ def _enter_side(bench: Bench, gate: Gate, name: str) -> tuple[Gate, str]:
     python = "" if spec.failure else str(spec.python)
     found = {field: {**x} for field, x in found.items()}
     side = replace(side, command=spec.command, python=python, **found)
-    side = replace(side, name=side_name(name, bench.config.candidate, side.packages))
+    shown = side_name(name, bench.config.candidate, side.packages)
+    if base := bench.config.base:
+        shown = f"commit {base[:12]} (adopted)" if name == "adopted" else "work tree (candidate)"
+    side = replace(side, name=shown)
     return gate.with_side(name, side if side.measured else replace(side, failure=failure)), failure
 
 

@@ -54,6 +54,7 @@ class GateConfig:
     selection: of pytest.
     without: kernel wheels that an interpreter of the user lacks on purpose.
     command: prints metrics, in place of the pytest selection.
+    base: the commit of the project that the adopted side imports; the candidate imports the work tree.
     """
 
     lane: str
@@ -68,6 +69,7 @@ class GateConfig:
     candidate_file: str = ""
     without: tuple[str, ...] = ()
     command: str = ""
+    base: str = ""
 
     @property
     def fast(self) -> bool:

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from packaging.requirements import Requirement
 
-from bumpgate.core.errors import BumpgateError
+from bumpgate.core.errors import BumpgateError, one_fault
 from bumpgate.core.lanes import NAME, OWN
 from bumpgate.core.rows import write_atomic
+from bumpgate.core.toml import tomllib
+from bumpgate.env.requirements import COMMENT, LOCKS, of_project
 
 HERE = Path(__file__).parent
-REQUIREMENTS = "bumps/requirements.txt"
 # Without one of these, pytest uses the folder of the tests as the root of the repository.
 CONFIGURATION = ("pyproject.toml", "pytest.ini", "tox.ini", "setup.cfg")
-VERSION = re.compile(r"\d+(\.\d+)+[\w.]*")
+VERSION = re.compile(r"\d+(\.\d+)+[\w.]*(\+[\w.]+)?")
+TORCH = re.compile(r"torch\s*==\s*\d")
 
 
 def command(
@@ -30,8 +41,14 @@ def command(
             help="Existing tests, which join the lane unchanged; repeatable. No example is written."
         ),
     ] = None,
+    first_run: Annotated[
+        bool, typer.Option("--run/--no-run", help="Measure the rows of the example once.")
+    ] = True,
 ) -> None:
     """Write a lane of this machine's CPU, an example test and a CI workflow into this folder.
+
+    The rows go where pytest collects (testpaths). A project with a build is installed on both sides of a gate; the
+    versions are those of its lock, of a requirements.txt that pins torch, or of the installed torch.
 
     Exit codes: 0 done, 4 bad input or an existing file (then nothing is written).
     """
@@ -48,10 +65,12 @@ def command(
     for path in map(PurePosixPath, tests or ()):
         if path.is_absolute() or ".." in path.parts:
             raise BumpgateError(f"--tests {path}: name it relative to {root}, without '..'")
+    found = read(root)
+    requirements = found.requirements or f"{found.folder}/requirements.txt"
     files = {
         OWN: "bumpgate.toml",
-        REQUIREMENTS: "requirements.txt",
-        **({} if tests else {"bumps/test_bump.py": "test_bump.py.in"}),
+        **({} if found.requirements else {requirements: "requirements.txt"}),
+        **({} if tests else {f"{found.folder}/test_bump.py": "test_bump.py.in"}),
         ".github/workflows/bumpgate.yml": "workflow.yml",
     }
     if not (tests or any((root / name).exists() for name in CONFIGURATION)):
@@ -61,6 +80,8 @@ def command(
     values = {
         "@LANE@": lane,
         "@TORCH@": torch,
+        "@REQUIREMENTS@": requirements,
+        "@INSTALL@\n": "install = true\n" if found.install else "",
         "@TESTS@\n": f"tests = {json.dumps(tests)}\n\n" if tests else "\n",
     }
     for name, template in files.items():
@@ -70,16 +91,94 @@ def command(
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(root / name, text)
         typer.echo(f"wrote {name}")
-    after = (
-        f"add to {REQUIREMENTS} what the tests import, then: pytest -m {lane}"
-        if tests
-        else f"pytest -m {lane}, then: bumpgate rebaseline --lane {lane}"
-    )
-    typer.echo(f"next: {after}")
+    _ignore(root)
+    typer.echo(f"adopted: {found.says or f'torch {torch}'}")
+    if tests:
+        more = "" if found.requirements else f"add to {requirements} what the tests import, then: "
+        typer.echo(f"next: {more}pytest -m {lane}")
+        return
+    if first_run and find_spec("pytest") and find_spec("torch"):
+        subprocess.run([sys.executable, "-m", "pytest", "-m", lane], cwd=root, check=False)
+        typer.echo(f"next: bumpgate rebaseline --lane {lane}")
+    else:
+        typer.echo(f"next: pytest -m {lane}, then: bumpgate rebaseline --lane {lane}")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What init reads of a project.
+
+    folder: of the rows, where pytest collects. requirements: a lock or a file that pins torch; "" if there is none.
+    install: the project declares a build. says: what the adopted versions are taken from.
+    """
+
+    folder: str
+    requirements: str = ""
+    install: bool = False
+    says: str = ""
+
+
+def read(root: Path) -> Found:
+    """Read a project's pytest configuration, build and locks. Raises BumpgateError on a broken pyproject.toml."""
+    file = root / "pyproject.toml"
+    with one_fault("pyproject.toml: cannot be read", fix="correct it"):
+        project = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        own = of_project(root)
+    build = {"project", "build-system"} & project.keys() or "poetry" in project.get("tool", {})
+    install = bool(build) or (root / "setup.py").is_file()
+    folders = [path for path in _testpaths(root, project) if (root / path).is_dir()]
+    folder = f"{folders[0].rstrip('/')}/bumps" if folders else "bumps"
+    if any(Requirement(each).name == "torch" for each in own):
+        for name in LOCKS:
+            if (root / name).is_file() and (version := _pinned((root / name).read_text(encoding="utf-8"))):
+                return Found(folder, name, install, f"torch {version} and the dependencies of {name}")
+    lines = root / "requirements.txt"
+    listed = lines.read_text(encoding="utf-8").splitlines() if lines.is_file() else []
+    texts = [text for line in listed if (text := COMMENT.sub("", line).strip())]
+    if not any(text.startswith("-") for text in texts) and any(TORCH.match(text) for text in texts):
+        return Found(folder, "requirements.txt", install, "requirements.txt")
+    return Found(folder, install=install)
+
+
+def _testpaths(root: Path, project: Mapping[str, Any]) -> list[str]:
+    """Return the testpaths of the file that pytest reads."""
+    if (root / "pytest.ini").is_file():
+        sections = [("pytest.ini", "pytest")]
+    elif "pytest" in project.get("tool", {}):
+        found = project["tool"]["pytest"].get("ini_options", {}).get("testpaths", [])
+        return found.split() if isinstance(found, str) else list(found)
+    else:
+        sections = [("tox.ini", "pytest"), ("setup.cfg", "tool:pytest")]
+    for name, section in sections:
+        parser = ConfigParser(interpolation=None)
+        with suppress(ConfigParserError):
+            parser.read(root / name, encoding="utf-8")
+            if parser.has_section(section):
+                return parser.get(section, "testpaths", fallback="").split()
+    return []
+
+
+def _pinned(lock: str) -> str:
+    """Return the version of torch in a lock; "" if it has none."""
+    with one_fault("the lock cannot be read", fix="write it again"):
+        raw = tomllib.loads(lock)
+    entries = raw.get("package") or raw.get("packages") or []
+    return next((str(e.get("version", "")) for e in entries if e.get("name") == "torch"), "")
+
+
+def _ignore(root: Path) -> None:
+    """Add what runs write to .gitignore, in a repository of git."""
+    path = root / ".gitignore"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    lines = [line for line in ("/record.json", "/build/gate/") if line not in text.splitlines()]
+    if lines and (root / ".git").exists():
+        kept = text if not text or text.endswith("\n") else f"{text}\n"
+        write_atomic(path, kept + "".join(f"{line}\n" for line in lines))
+        typer.echo(f"added {' '.join(lines)} to .gitignore")
 
 
 def _installed() -> str:
     try:
-        return metadata.version("torch").partition("+")[0]
+        return metadata.version("torch")
     except metadata.PackageNotFoundError:
         raise BumpgateError("torch is not installed here: name the adopted version, --torch 2.13.0") from None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 
 import pytest
 
-from bumpgate.core.lanes import Lane, LaneError, how_to_declare, load
+from bumpgate.core.lanes import Lane, LaneError, how_to_declare, is_foreign, load
 
 # On the configuration: set by the session of the lane once it has judged the run: whether it is green.
 GREEN = pytest.StashKey[bool]()
@@ -32,18 +33,28 @@ def lane_of(item: pytest.Item) -> str | None:
 
 
 def chosen_lane(config: pytest.Config) -> str | None:
-    """Return the lane that -m selects, or None. Raises UsageError on two lanes, or on a name that is not a marker."""
+    """Return the lane that -m selects, or None.
+
+    Raises UsageError on two lanes, and on a name that is not a marker. In another repository only under --gate: its
+    tests may have markers that it does not declare.
+    """
     expression = config.option.markexpr
-    unknown = sorted(_names(expression) - markers(config))
-    if unknown:
-        raise pytest.UsageError(
-            f"-m {expression}: no marker {unknown[0]!r}; lanes: {', '.join(lanes_of(config))}; "
-            f"{how_to_declare(unknown[0])}"
-        )
+    if (why := unknown_marker(config)) and (config.option.gate or not is_foreign(config.rootpath)):
+        raise pytest.UsageError(f"-m {expression}: {why}")
     chosen = named_lanes(config)
     if len(chosen) > 1:
         raise pytest.UsageError(f"-m {expression}: one lane a run, pick one of {', '.join(chosen)}")
     return chosen[0] if chosen else None
+
+
+def unknown_marker(config: pytest.Config) -> str:
+    """Return why -m may select nothing: its first name that is no declared marker; "" without one."""
+    unknown = sorted(_names(config.option.markexpr) - markers(config))
+    if not unknown:
+        return ""
+    close = get_close_matches(unknown[0], lanes_of(config), 1)
+    fix = f"did you mean -m {close[0]}?" if close else how_to_declare(unknown[0])
+    return f"no marker {unknown[0]!r}; lanes: {', '.join(lanes_of(config))}; {fix}"
 
 
 def markers(config: pytest.Config) -> set[str]:

@@ -24,11 +24,11 @@ from packaging.version import Version
 from bumpgate.core import accepted, hosts, outcomes, rules
 from bumpgate.core.baseline import CALIBRATION, Baseline, inherited, judge, load
 from bumpgate.core.errors import one_line
-from bumpgate.core.lanes import how_to_declare
+from bumpgate.core.lanes import how_to_declare, is_foreign
 from bumpgate.core.lanes import load as declared_lanes
-from bumpgate.core.rows import Judgement, Row, RowError, Value
+from bumpgate.core.rows import Judgement, Row, RowError, Value, Verdict
 from bumpgate.core.text import printable
-from bumpgate.plugin.lanes import lane_of, lanes_of
+from bumpgate.plugin.lanes import lane_of, lanes_of, named_lanes
 from bumpgate.plugin.provenance import versions
 from bumpgate.plugin.scheduling import alone
 from bumpgate.process.host import cpu_model, host_cores
@@ -289,8 +289,8 @@ class RowRecorder:
         elif isinstance(seen, Sized) and not isinstance(seen, str):
             seen = len(seen)
         elif seen is None:
-            fix = "a report, a number or the items that the check covered"
-            raise RowError(f"row {id!r}: seen is missing: {fix}")
+            fix = "a report, the items that it covered, or their number"
+            raise RowError(f"row {id!r}: seen is missing; say what the check observed: {fix}")
         if fields.get("at_most") is not None and is_wall_clock(id, unit) and has_neighbours(self._item):
             raise RowError(
                 f"row {id!r}: at_most limits seconds of wall time next to other workers: measure CPU seconds "
@@ -348,6 +348,18 @@ class RowRecorder:
             frame = frame.f_back
         file, line, _ = self._item.location
         return f"{file}:{(line or 0) + 1}"
+
+
+class Unjudged(RowRecorder):
+    """The fixture `row` in a run without a lane: its rows are shown, and never red."""
+
+    def _judge(self, row: Row, measured: Mapping[str, float] | None) -> Judgement:
+        return Judgement(row, Verdict.PASS, "", explains=True)
+
+
+def judged(item: pytest.Item) -> bool:
+    """Return whether -m names a lane. In another repository, pytest may run the tests of a lane without it."""
+    return bool(named_lanes(item.config)) or item.config.option.gate or not is_foreign(item.config.rootpath)
 
 
 def is_wall_clock(id: str, unit: str) -> bool:
@@ -426,6 +438,9 @@ def recorder(request: pytest.FixtureRequest) -> Iterator[RowRecorder]:
     """The fixture `row` (bumpgate/plugin/fixtures.py)."""
     item = request.node
     lane = lane_of(item)
+    if not judged(item) and lanes_of(item.config):
+        yield recorder_of(item, lane or "")
+        return
     if lane is None:
         names = list(lanes_of(request.config))
         mark = f"mark it with @pytest.mark.{names[0]}" if names else how_to_declare("mine")
@@ -441,6 +456,9 @@ def recorder_of(item: pytest.Item, lane: str) -> RowRecorder:
     """Return the recorder of a test, created at the first call."""
     if RECORDER not in item.stash:
         reported = item.config.stash.setdefault(REPORTED, {})
+        if not judged(item):
+            item.stash[RECORDER] = Unjudged(item, Baseline(lane), {}, reported)
+            return item.stash[RECORDER]
         path = baseline_path(item.config, lane)
         item.stash[RECORDER] = RowRecorder(
             item, lane_baseline(path, lane), lane_acceptances(path, lane), reported
@@ -452,7 +470,12 @@ def recorder_of(item: pytest.Item, lane: str) -> RowRecorder:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Fail the test's call phase, not its teardown, for a red row. The test's own exception takes precedence."""
-    result = yield
+    try:
+        result = yield
+    except InfraError as error:
+        if judged(item):
+            raise
+        pytest.skip(f"not measured: {one_line(error)}")
     report_benchmark(item)
     recorder = item.stash.get(RECORDER, None)
     if recorder is not None:

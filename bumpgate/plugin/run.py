@@ -7,15 +7,16 @@ import sys
 import tempfile
 from collections.abc import Generator
 from dataclasses import replace
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from bumpgate.core.lanes import how_to_declare
+from bumpgate.core.lanes import how_to_declare, is_foreign
 from bumpgate.plugin.lanes import GREEN, chosen_lane, lanes_of, markers, named_lanes
 from bumpgate.process.gpu_shares import keep_to_cores, visible
-from bumpgate.process.host import OWN_VARIABLES, cores, cpu_workers
+from bumpgate.process.host import OWN_VARIABLES, PROJECT, cores, cpu_workers
 
 if TYPE_CHECKING:
     from bumpgate.plugin.selection import Selection
@@ -77,6 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest captures what a conftest prints
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
     """Make a record that is not complete, and under --gate a parent that judges it."""
+    if folder := os.environ.get(PROJECT):
+        sys.meta_path.insert(0, ProjectFinder(folder))
     lanes = named_lanes(early_config, early_config.known_args_namespace.markexpr)
     if lanes:
         from bumpgate.plugin import judge
@@ -95,6 +98,27 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
         print("ERROR: --gate: this run did not judge a lane green", file=sys.stderr)
         return pytest.ExitCode.USAGE_ERROR
     return code
+
+
+class ProjectFinder:
+    """Finds the top-level modules of the project under test in one folder, whatever else is on the path.
+
+    pytest puts the folders of the work tree in front of the path; a side of a gate must import its own build.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        found = (path for path in Path(folder).iterdir() if not path.name.startswith((".", "_")))
+        modules = (p for p in found if (p / "__init__.py").is_file() or p.suffix in (".py", ".so"))
+        self.names = {path.name.partition(".")[0] for path in modules} - {
+            "conftest",
+            "setup",
+            "tests",
+            "test",
+        }
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [self.folder]) if path is None and name in self.names else None
 
 
 def _foreign_variables() -> str | None:
@@ -117,24 +141,31 @@ class _LaneHooks:
                 if getattr(config.option, option):
                     raise pytest.UsageError(f"--{option}: no lanes here; {how_to_declare('mine')}")
             return
-        if sys.flags.optimize:
+        _declare_markers(config)
+        name = chosen_lane(config)
+        judged = bool(name) or not is_foreign(config.rootpath)
+        if judged and sys.flags.optimize:
             raise pytest.UsageError(
                 "PYTHONOPTIMIZE or -O removes the checks that are assert statements: leave it out"
             )
         controller = not hasattr(config, "workerinput")
-        if controller and (fault := _foreign_variables()):
+        if controller and judged and (fault := _foreign_variables()):
             raise pytest.UsageError(fault)
         from bumpgate.plugin import reports, rows, scheduling, sharing
         from bumpgate.plugin.selection import Selection
+        from bumpgate.plugin.unjudged import UnjudgedRows
 
-        _declare_markers(config)
-        name = chosen_lane(config)
         if config.option.fast and not name:
             raise pytest.UsageError(f"--fast is a part of a lane: add -m {' | '.join(lanes_of(config))}")
         selection = Selection(config, name)
         _register(config, selection, "bumpgate-selection")
         _register(config, rows, "bumpgate-rows")
-        _register(config, reports, "bumpgate-reports")
+        if judged:
+            _register(config, reports, "bumpgate-reports")
+        if not name and controller:
+            _register(config, UnjudgedRows(config), "bumpgate-unjudged")
+        if name and not (getattr(config.option, "log_level", "-") or config.getini("log_level")):
+            config.option.log_level = "WARNING"  # torch's trace log is thousands of lines under each red row
         if name:
             _register(config, sharing, "bumpgate-sharing")
             _register(config, scheduling, "bumpgate-scheduling")
@@ -146,7 +177,7 @@ class _LaneHooks:
             from bumpgate.plugin.affected import Affected
 
             _register(config, Affected(config, config.option.affected), "bumpgate-affected")
-        if controller:
+        if controller and (judged or config.option.gate):
             _check(config, name)
             if name and not config.option.collectonly:
                 _register_session(config, name, selection)

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from bumpgate.core.errors import one_line, text_lines
+from bumpgate.core.lanes import is_foreign
 from bumpgate.core.outcomes import contains
-from bumpgate.plugin.lanes import lane_of, lanes_of
+from bumpgate.plugin.lanes import lane_of, lanes_of, unknown_marker
 from bumpgate.plugin.reports import last_line
 
 
@@ -54,7 +55,12 @@ class Selection:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if self.config.option.collectonly or all(lane_of(item) in (None, self.lane) for item in items):
+        guest = not self.lane and not self.config.option.gate and is_foreign(self.config.rootpath)
+        if (
+            guest
+            or self.config.option.collectonly
+            or all(lane_of(item) in (None, self.lane) for item in items)
+        ):
             return
         refusal = f"pick a lane: pytest -m {' | '.join(lanes_of(self.config))}"
         if not hasattr(self.config, "workeroutput"):
@@ -98,6 +104,9 @@ class Selection:
         terminalreporter.ensure_newline()
         if self.refusal:
             terminalreporter.write_line(f"ERROR: {self.refusal}")
+        elif exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and not self.lane:
+            if why := unknown_marker(self.config):
+                terminalreporter.write_line(f"bumpgate: {why}")
         elif exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
             base = self.config.option.affected
             of_base = f"no test of the lane depends on what changed since {base}"

@@ -8,8 +8,9 @@ import re
 from pathlib import Path
 
 # The reference of a run, the peers that it may lack, its partner in a paired session, its share of the machine, that
-# its times are not used, and the rows of a paired session. bumpgate sets them for the lane runs that it starts, and
-# PARENT to its process id, so that the same variables in a user's shell are rejected.
+# its times are not used, the rows of a paired session, and the folder of the project under test. bumpgate sets them for
+# the lane runs that it starts, and PARENT to its process id, so that the same variables in a user's shell are rejected.
+PROJECT = "BUMPGATE_PROJECT"
 OWN_VARIABLES = (
     "BUMPGATE_LOCK",
     "BUMPGATE_ABSENT",
@@ -17,6 +18,7 @@ OWN_VARIABLES = (
     "BUMPGATE_SHARE",
     "BUMPGATE_UNTIMED",
     "BUMPGATE_SESSION",
+    PROJECT,
 )
 PARENT = "BUMPGATE_PARENT"
 GPUS = Path("/proc/driver/nvidia/gpus")

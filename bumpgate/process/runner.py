@@ -19,7 +19,7 @@ from bumpgate.core.errors import BumpgateError, one_line, text_lines
 from bumpgate.core.rows import Record, read_record
 from bumpgate.process.child import ChildFault, Interpreter, LoggedChild, ending, run_children
 from bumpgate.process.home import home
-from bumpgate.process.host import OWN_VARIABLES, PARENT, read_or_empty
+from bumpgate.process.host import OWN_VARIABLES, PARENT, PROJECT, read_or_empty
 
 INTERRUPTED, USAGE, NOTHING_SELECTED = 2, 4, 5  # exit codes of pytest
 IMPORT_SECONDS = 300
@@ -199,7 +199,8 @@ def child_environment(python: Path, root: Path | None, extra: Mapping[str, str] 
     ours = (*gate, "PYTEST_", "PYTHONHOME", "PYTHONOPTIMIZE", "PYTHONPATH", "VIRTUAL_ENV")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     path = os.pathsep.join([str(python.parent), clean.get("PATH", os.defpath)])
-    source = {} if root is None else {"PYTHONPATH": os.pathsep.join([str(root), *_ourselves(root)])}
+    project = [extra[PROJECT]] if extra.get(PROJECT) else []
+    source = {} if root is None else {"PYTHONPATH": os.pathsep.join([*project, str(root), *_ourselves(root)])}
     bytecode = _bytecode(python)
     if bytecode:
         clean.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -173,6 +173,8 @@ def plan(
     if refused := [f"{j.row.id}: {reason}" for j in selected if (reason := _unacceptable(j, old, record))]:
         raise RefusedError(*refused)
     changes = [c for j in selected if (c := _change(j, old, record, prune, refresh))]
+    if not only:
+        changes += _renames(record, old, changes)
     whole = _whole(record) and not only
     timed = {j.row.id for j in record.judgements if j.row.interval is not None}
     other_host = comparable(old.made_with, record.provenance)
@@ -186,6 +188,24 @@ def plan(
         _refuse_kept_values(record, old)
         made = made_with(record)
     return Baseline(old.lane, made, changed_rows(old, changes)), changes
+
+
+def _renames(record: Record, old: Baseline, changes: Sequence[BaselineChange]) -> list[BaselineChange]:
+    """Return the removal of each row that its test reports under a new name only: one of the same value and kind."""
+
+    def kind(row: Reviewed) -> tuple[object, ...]:
+        return row.test, row.unit, row.better, row.value
+
+    new = [c for c in changes if c.old is None and c.new is not None]
+    names = [j.row.id for j in record.judgements if j.gone and j.row.id in old.rows]
+    removed = {c.id for c in changes if c.new is None}
+    found = []
+    for name in names:
+        now = [c.id for c in new if c.new and kind(c.new) == kind(old.rows[name])]
+        same = [each for each in names if kind(old.rows[each]) == kind(old.rows[name])]
+        if name not in removed and len(now) == len(same) == 1:
+            found.append(BaselineChange(name, old.rows[name], None, f"renamed to {now[0]}"))
+    return found
 
 
 def plan_times(record: Record, old: Baseline) -> tuple[Baseline, list[BaselineChange]]:

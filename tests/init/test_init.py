@@ -29,7 +29,7 @@ def init(tmp_path: Path) -> Init:
     """`bumpgate init` in tmp_path -> exit code, stdout, stderr."""
 
     def run(*args: str) -> tuple[int, str, str]:
-        ran = in_process(tmp_path, "init", *args)
+        ran = in_process(tmp_path, "init", "--no-run", *args)
         return ran.code, ran.out, ran.err
 
     return run
@@ -43,7 +43,7 @@ def test_init_writes_a_lane_an_example_and_a_workflow(init: Init, tmp_path: Path
     code, out, err = init("--lane", "nightly", "--torch", "2.13.0")
     assert (code, err) == (0, "")
     assert written(tmp_path) == {*FILES, "pytest.ini"}
-    assert [line.removeprefix("wrote ") for line in out.splitlines()[:-1]] == [*FILES, "pytest.ini"]
+    assert [line.removeprefix("wrote ") for line in out.splitlines()[:-2]] == [*FILES, "pytest.ini"]
     assert out.splitlines()[-1] == "next: pytest -m nightly, then: bumpgate rebaseline --lane nightly"
     assert list(lanes.load(tmp_path)) == ["nightly"]
     assert "torch==2.13.0" in LaneContext(tmp_path, "nightly").requirements()
@@ -55,7 +55,7 @@ def test_init_writes_a_lane_an_example_and_a_workflow(init: Init, tmp_path: Path
 
 def test_init_adopts_the_installed_torch(init: Init, tmp_path: Path) -> None:
     assert init()[0] == 0
-    torch = metadata.version("torch").partition("+")[0]
+    torch = metadata.version("torch")
     assert f"torch=={torch}" in (tmp_path / "bumps/requirements.txt").read_text().splitlines()
 
 
@@ -196,3 +196,81 @@ def test_init_example_passes_and_detects_a_regression(init: Init, tmp_path: Path
     example.write_text(example.read_text().replace("lr=1e-2", "lr=1e-4"))
     slower = foreign.pytest("-m", "mine", "-k", "test_loss")
     assert (slower.code, foreign.verdicts()) == (1, {"model/example/loss": "REGRESSION"}), slower.out
+
+
+UV_LOCK = """
+[[package]]
+name = "torch"
+version = "2.13.0+cpu"
+
+[[package]]
+name = "numpy"
+version = "1.0"
+resolution-markers = ["python_full_version < '3'"]
+
+[[package]]
+name = "numpy"
+version = "2.4.6"
+resolution-markers = ["python_full_version >= '3'"]
+
+[[package]]
+name = "unused"
+version = "1"
+"""
+PROJECT = """
+[project]
+name = "net"
+version = "1"
+dependencies = ["torch>=2.12", "numpy", "torchvision>=0.2"]
+[tool.pytest.ini_options]
+testpaths = ["checks"]
+"""
+
+
+@pytest.mark.parametrize("lock", ["uv.lock", "poetry.lock", "pdm.lock"])
+def test_init_takes_the_versions_of_a_lock(init: Init, tmp_path: Path, lock: str) -> None:
+    (tmp_path / "checks").mkdir()
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
+    (tmp_path / lock).write_text(UV_LOCK)
+    code, out, err = init("--torch", "2.14.0")
+    assert (code, err) == (0, "")
+    assert f"adopted: torch 2.13.0+cpu and the dependencies of {lock}" in out
+    assert (tmp_path / "checks/bumps/test_bump.py").is_file()
+    assert not (tmp_path / "checks/bumps/requirements.txt").exists()
+    lane = LaneContext(tmp_path, "mine")
+    assert (lane.declared.requirements, lane.declared.install) == (lock, True)
+    assert lane.requirements()[:3] == ("torch==2.13.0+cpu", "numpy==2.4.6", "torchvision>=0.2")
+    moved = lane.request("torch==2.14.1").requirements
+    assert moved[:3] == ("torch==2.14.1", "numpy==2.4.6", "torchvision>=0.2")
+
+
+def test_init_takes_the_pins_of_a_requirements_file(init: Init, tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("torch==2.12.1  # ours\nnumpy\n")
+    assert init("--torch", "2.14.0")[0] == 0
+    assert LaneContext(tmp_path, "mine").requirements()[:2] == ("torch==2.12.1", "numpy")
+    assert not (tmp_path / "bumps/requirements.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pytest.ini", "[pytest]\ntestpaths = gone\n  checks\n"),
+        ("tox.ini", "[pytest]\ntestpaths = checks\n"),
+        ("setup.cfg", "[tool:pytest]\ntestpaths = checks more\n"),
+        ("pyproject.toml", "[tool.pytest.ini_options]\ntestpaths = 'checks'\n"),
+    ],
+)
+def test_init_puts_rows_where_pytest_looks(init: Init, tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "checks").mkdir()
+    (tmp_path / name).write_text(text)
+    assert init("--torch", "2.14.0")[0] == 0
+    assert (tmp_path / "checks/bumps/test_bump.py").is_file()
+    ran = Foreign(tmp_path).pytest("-m", "mine", "--collect-only", "-q")
+    assert "checks/bumps/test_bump.py::test_loss" in ran.out, ran.out + ran.err
+
+
+def test_init_ignores_what_runs_write(init: Init, tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".gitignore").write_text(".venv/")
+    assert init("--torch", "2.14.0")[0] == 0
+    assert (tmp_path / ".gitignore").read_text() == ".venv/\n/record.json\n/build/gate/\n"

@@ -201,6 +201,28 @@ def test_prune_drops_removed_rows_and_keeps_crashed_ones(repository: Repository)
     assert repository.accept("--prune") == NOTHING
 
 
+def test_a_renamed_row_is_accepted_in_one_step(repository: Repository) -> None:
+    """Its test reports one new row of the same value and kind; a row that may also be another one is kept."""
+    tests = {"test": "t.py::one"}
+    repository.review(
+        was=old("was", 7),
+        other=old("other", 3),
+        one=replace(old("one", 5), **tests),
+        two=replace(old("two", 5), **tests),
+    )
+    gone = [unreported(name, gone=True) for name in ("was", "other", "one", "two")]
+    repository.measure(
+        count("now", 7, test="t.py::was"),
+        count("more", 4, test="t.py::other"),
+        count("new", 5, **tests),
+        *gone,
+    )
+    shown = repository.accept()
+    assert "a/was/n   7 -> -    renamed to a/now/n" in shown
+    assert "kept although nothing measures it: " in shown
+    assert repository.rows.keys() == {"now", "more", "new", "other", "one", "two"}
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
