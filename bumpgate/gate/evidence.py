@@ -150,7 +150,7 @@ def _gaps(gate: Gate, candidate: Record | None) -> list[Finding]:
     if gate.inputs.tree:  # the two sides may have run different tests
         head = f"the work tree changed while the gate measured ({'; '.join(gate.inputs.tree)})"
         found.append(Finding(Decision.UNKNOWN, "INFRA", "", head, repro=gate.command))
-    if gate.sides["adopted"].equals(gate.sides["candidate"]):
+    if not gate.config.base and gate.sides["adopted"].equals(gate.sides["candidate"]):
         head = "the sides are equal: the same packages in the same versions"
         found.append(Finding(Decision.UNKNOWN, "EQUAL", "", head))
     if gate.config.fast and candidate is not None:

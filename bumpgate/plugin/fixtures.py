@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from bumpgate.plugin.instruments import DynamoWatch, InductorReport
+    from bumpgate.plugin.instruments.memory import Peak
     from bumpgate.plugin.rows import RowRecorder
     from bumpgate.plugin.timing import Rounds
 
@@ -37,6 +38,14 @@ def paired_timer(exclusive_machine: None) -> Callable[..., Rounds]:
     from bumpgate.plugin.timing import interleaved
 
     return interleaved
+
+
+@pytest.fixture
+def peak_memory(exclusive_machine: None) -> Callable[..., Peak]:
+    """Measure the most memory that a function holds at once (bumpgate.plugin.instruments.memory.peak_memory)."""
+    from bumpgate.plugin.instruments.memory import peak_memory
+
+    return peak_memory
 
 
 @pytest.fixture
