@@ -73,7 +73,7 @@ case "$name $1 $2" in
   "python -m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$(dirname "$0")/bumpgate" "$3/bin/" ;;
   "cyclonedx-py environment "*) touch sbom.cdx.json ;;
   "bumpgate lanes candidates") cat "$LISTED" ;;
-  "bumpgate lanes moved") cd "$GITHUB_WORKSPACE" && exec PYTHON -m bumpgate_cli "$@" ;;
+  "bumpgate lanes moved") cd "$GITHUB_WORKSPACE" && exec PYTHON -c 'from bumpgate.cli import main; main()' "$@" ;;
   "bumpgate versions "*) printf '2.13.0  2026-05-01\\n2.14.0  2026-07-01\\n2.14.1  2026-08-01  yanked\\n' ;;
   "bumpgate gate "*) mkdir -p "$7"; [ -z "$DECISION" ] && exit 125
     echo "{\\"lane\\": \\"$3\\", \\"decision\\": \\"$DECISION\\", \\"finished\\": true}" > "$7/gate.json"
@@ -88,25 +88,31 @@ esac
 NAMES = ("python3", "python", "bumpgate", "gh", "tox", "cyclonedx-py", "pip")
 
 
-def run_workflow(
-    name: str, folder: Path, source: Path = ROOT, **variables: Any
-) -> tuple[dict[str, Job], str]:
-    """Run a workflow; return its jobs and the calls of programs. github_NAME: a value of the context `github`."""
-    copy = folder / "source"
-    if source == ROOT:  # what the workflows read, committed or not
+def git(folder: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "safe.directory=*")
+    command = ["git", "-C", str(folder), *who, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def commit(folder: Path, message: str) -> None:
+    git(folder, "init", "--quiet")
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--allow-empty", "--message", message)
+
+
+def run_workflow(name: str, folder: Path, source: Path | None = None, **variables: Any) -> tuple[Any, str]:
+    """Run a workflow -> its jobs by name, and the calls of programs. github_NAME: a value of the context `github`.
+
+    source: a repository; by default what the workflows of this one read, committed or not.
+    """
+    copy = source or folder / "source"
+    if source is None:
         copy.mkdir()
-        git = ["git", "-C", str(copy), "-c", "user.name=a", "-c", "user.email=a@b"]
         named = (".github", "action.yml", "lanes", "CHANGELOG.md")
         subprocess.run(["cp", "-r", *(str(ROOT / file) for file in named), str(copy)], check=True)
-        for command in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "all"]):
-            subprocess.run([*git, *command], check=True)
-    else:
-        subprocess.run(["git", "clone", "--quiet", str(source), str(copy)], check=True)
+        commit(copy, "all")
     subprocess.run(["git", "init", "--quiet", "--bare", str(folder / "o/r.git")], check=True)
-    text = TOOL.replace(
-        "PYTHON -m bumpgate_cli", f"{sys.executable} -c 'from bumpgate.cli import main; main()'"
-    )
-    text = text.replace("PYTHON", sys.executable)
+    text = TOOL.replace("PYTHON", sys.executable)
     calls = folder / "calls"
     calls.touch()
     context = {"repository": "o/r", "run_id": "1", "event_name": "schedule", "token": "t"}
@@ -149,32 +155,19 @@ def test_nightly_is_green_without_a_newer_candidate(tmp_path: Path) -> None:
 
 def test_nightly_adopts_each_lane_apart_and_opens_the_pull_request(tmp_path: Path) -> None:
     jobs, calls = nightly(tmp_path, LISTED, DECISION="ADOPT")
-    assert results(jobs) == dict.fromkeys(jobs, "success") | dict.fromkeys(("bisect", "mirror"), "skipped"), (
-        jobs
-    )
+    skipped = dict.fromkeys(("bisect", "mirror"), "skipped")
+    assert results(jobs) == dict.fromkeys(jobs, "success") | skipped, jobs
     assert [line.split()[5] for line in calls.splitlines() if line.startswith("bumpgate gate")] == [
         each["candidate"] for each in LISTED if each["candidate"]
     ]
     cpu, gpu = (f"with torch for cpu\nbumpgate report bumpgate-{lane}" for lane in ("cpu", "h200"))
     assert (cpu in calls, gpu in calls) == (True, False)
     assert "v6e: no newer candidate" in jobs["every-lane"].log
-    pushed = [
-        "git",
-        "-c",
-        "safe.directory=*",
-        "-C",
-        str(tmp_path / "o/r.git"),
-        "log",
-        "--all",
-        "--format=%s%n%an",
-    ]
-    log = subprocess.run(pushed, capture_output=True, text=True, check=True).stdout
+    log = git(tmp_path / "o/r.git", "log", "--all", "--format=%s%n%an")
     assert log.startswith("Adopt t")
     assert "github-actions[bot]" in log
     assert "Adopt torch==2.15.1.dev20261101" not in log, "a nightly is not adopted"
-    assert (
-        "gh pr create --repo o/r --head adopt/bumpgate-cpu-torch-2.14.0 --title Adopt torch==2.14.0" in calls
-    )
+    assert f"gh pr create --repo o/r --head adopt/{ROOM} --title Adopt torch==2.14.0" in calls
     assert "bumpgate notify --github o/r\n" in calls, "nothing was bisected, and it is no dry run"
 
 
@@ -238,12 +231,9 @@ def use_action(folder: Path, pin: str, candidate: str = "", **variables: Any) ->
     for name, text in files.items():
         (theirs / name).parent.mkdir(parents=True, exist_ok=True)
         (theirs / name).write_text(text)
-    git = ["git", "-C", str(theirs), "-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run(["git", "init", "--quiet", str(theirs)], check=True)
     for message, text in (("base", files["bumps/requirements.txt"]), ("bump", f"{pin}\npytest>=8.3\n")):
         (theirs / "bumps/requirements.txt").write_text(text)
-        subprocess.run([*git, "add", "--all"], check=True)
-        subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", message], check=True)
+        commit(theirs, message)
     given = {"github_event_name": "pull_request", "github_event__pull_request__number": "7"}
     jobs, calls = run_workflow("bump", folder, theirs, **given, **variables)
     return jobs["bump"], calls
@@ -255,13 +245,11 @@ def test_action_gates_what_a_bot_moves_and_comments_once(tmp_path: Path) -> None
     gate = "bumpgate gate --lane mine --candidate torch==2.14.0 --out bumpgate-mine-torch-2.14.0 --anchor history"
     assert f"{gate} --budget 50 -- tests/a.py -k x y\nbumpgate with torch for cpu\n" in calls
     assert "gh api --silent --method POST repos/o/r/issues/7/comments -F body=@" in calls
-    assert (
-        tmp_path / "run/bump-0/temp/comment.md"
-    ).read_text() == "<!-- bumpgate mine -->\nHOLD: torch 2.14.0\n"
+    comment = (tmp_path / "run/bump-0/temp/comment.md").read_text()
+    assert comment == "<!-- bumpgate mine -->\nHOLD: torch 2.14.0\n"
     assert (tmp_path / "run/summary").read_text() == "HOLD: torch 2.14.0\n"
-    assert (tmp_path / "run/bump-0/work/bumps/requirements.txt").read_text().startswith("torch==2.13.0"), (
-        "adopted"
-    )
+    adopted = (tmp_path / "run/bump-0/work/bumps/requirements.txt").read_text()
+    assert adopted.startswith("torch==2.13.0")
 
 
 def test_label_adopts_the_candidate_on_the_branch_of_the_bot(tmp_path: Path) -> None:
@@ -270,11 +258,9 @@ def test_label_adopts_the_candidate_on_the_branch_of_the_bot(tmp_path: Path) -> 
     assert job.result == "success", job.log
     reason = "--no-store --reviewed * --reason label of pull request 7, given by ada"
     assert f"bumpgate adopt bumpgate-mine-torch-2.14.0/gate.json {reason}" in calls
-    shown = ["git", "-C", str(tmp_path / "source"), "show", "--stat", "--format=%s", "bot/torch"]
-    commit = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
-    assert commit.startswith("Adopt torch==2.14.0 on lane mine\n")
-    assert "lanes/cpu/pylock.toml" in commit
-    assert "gate.json" not in commit
+    adopted = git(tmp_path / "theirs", "show", "--stat", "--format=%s", "bot/torch")
+    assert adopted.startswith("Adopt torch==2.14.0 on lane mine\n")
+    assert ("lanes/cpu/pylock.toml" in adopted, "gate.json" in adopted) == (True, False)
 
 
 def test_action_updates_its_comment(tmp_path: Path) -> None:
