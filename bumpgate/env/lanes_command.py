@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -150,7 +151,7 @@ def newest_candidate(lane: LaneContext, package: str, *, pre: bool = False) -> s
 
     Raises BumpgateError if the index does not answer.
     """
-    adopted = lane.lock.versions.get(package) if lane.lock else None
+    adopted = (lane.lock.versions if lane.lock else _pins(lane.requirements())).get(package)
     if adopted is None:
         return ""
     try:
@@ -215,6 +216,11 @@ def _exact(lane: LaneContext, file: str, text: str) -> dict[str, str]:
             raw = tomllib.loads(text)
             packages = [*raw.get("package", ()), *raw.get("packages", ())]
             return {str(canonicalize_name(p["name"])): str(p["version"]) for p in packages if "version" in p}
-        each = [Requirement(found) for _, found in requirements.places(lane.declared, text)]
-        exact = {str(canonicalize_name(r.name)): exact_version(r.specifier) for r in each}
-        return {name: str(version) for name, version in exact.items() if version}
+        return _pins(found for _, found in requirements.places(lane.declared, text))
+
+
+def _pins(texts: Iterable[str]) -> dict[str, str]:
+    """Return package -> version of the requirements that are exact pins."""
+    each = map(Requirement, texts)
+    exact = {str(canonicalize_name(r.name)): exact_version(r.specifier) for r in each}
+    return {name: version for name, version in exact.items() if version}

@@ -41,6 +41,14 @@ def test_candidate_is_the_newest_version_that_resolves(
     assert listed(frozen, "--pre") == ["torch==1.4.dev20261101"]
 
 
+def test_pin_of_a_lane_without_a_lock_is_its_adopted_version(frozen: Run, tree: Path) -> None:
+    (tree / "lanes/cpu/pylock.toml").unlink()
+    assert listed(frozen) == ["torch==1.1"]
+    project = (tree / "pyproject.toml").read_text()
+    (tree / "pyproject.toml").write_text(project.replace("torch==1.0", "torch>=1.0"))
+    assert listed(frozen) == [""], "nothing says what is adopted"
+
+
 def test_lane_without_a_newer_version_has_no_candidate(frozen: Run) -> None:
     assert frozen("freeze", "--lane", "cpu", "--candidate", "torch==1.1")[0] == 0
     assert listed(frozen) == [""]
