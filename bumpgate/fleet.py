@@ -1,12 +1,13 @@
 """`bumpgate fleet`: gates and bisects on the hosts of a Ray cluster.
 
 Ray places, queues and transports; nothing here schedules. A host offers the custom resource `lane_NAME` for each lane
-that it can run. A task runs on one host, alone: the processes of both sides of a pair are never on two hosts.
+that it can run. A command runs on one host, alone: the processes of both sides of a pair are never on two hosts.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import multiprocessing
 import os
@@ -17,25 +18,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from bumpgate.bisect import command as bisect_command
-from bumpgate.bisect.bisection import MachineError
-from bumpgate.bisect.options import BisectError, Options
-from bumpgate.bisect.probe import READING, Cause, Reading, keep, load, take
-from bumpgate.core.command_line import takes
+from bumpgate.bisect.command import JSON
 from bumpgate.core.errors import BumpgateError, need, one_line
 from bumpgate.core.findings import Decision
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import write_atomic
-from bumpgate.env.request import Request
 from bumpgate.gate.evidence import read_judged
 from bumpgate.gate.state import NAME
 from bumpgate.process.child import last_line, run_child
@@ -53,8 +48,10 @@ SHARE = 0.001
 RECONNECT = "15"
 # A longer log of a task keeps its end, where it has its reason. A part of a JSON document is none.
 LONGEST = 32 << 20
-LOG, BAD_INPUT = "fleet.log", 4
+LOG, BAD_INPUT, UNKNOWN = "fleet.log", 4, Decision.UNKNOWN.value
 MAIN = "from bumpgate.cli import main; main()"
+# The file that a command writes at its end. Without it, the others do not count.
+RESULT = {"gate": NAME, "bisect": JSON}
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -65,11 +62,11 @@ class FleetError(BumpgateError):
 
 @dataclass(frozen=True)
 class Task:
-    """A call on one host that offers the lane, "" for any host. It is pickled, and may run more than once."""
+    """A call on one host that offers the lane. It is pickled, and may run more than once."""
 
     function: Callable[..., Any]
-    arguments: tuple[Any, ...] = ()
-    lane: str = ""
+    arguments: tuple[Any, ...]
+    lane: str
 
 
 @dataclass(frozen=True)
@@ -88,57 +85,40 @@ class Lost:
     refused: bool = False
 
 
-class Cluster:
-    """A Ray cluster. address: `HOST:PORT` of its head. Raises FleetError if there is none.
+def run_tasks(
+    address: str, tasks: Sequence[Task], patience: float = PATIENCE
+) -> Iterator[tuple[int, Done | Lost]]:
+    """Yield the number of each task with its result, as they end; those left are cancelled with the iterator.
 
     Ray's client ends its process when the head of the cluster is lost, so it runs in a separate process.
+    address: `HOST:PORT` of the head. Raises FleetError if there is no cluster.
     """
-
-    def __init__(self, address: str, patience: float = PATIENCE) -> None:
-        need("ray", command="--ray", extra="fleet")
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_client, args=(theirs, address, patience), daemon=True)
-        self._process.start()
-        theirs.close()
-        if why := next(self._answers(None), "its head does not answer"):
-            raise FleetError(f"--ray {address}: no cluster there ({why})")
-
-    def slots(self, lane: str) -> int:
-        """Return how many tasks of a lane can run at once."""
-        return next(self._answers(lane), 0)
-
-    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Done | Lost]]:
-        """Yield the number of each task with its result, as they end; those left are cancelled with the iterator."""
-        left = set(range(len(tasks)))
-        answers = self._answers(tasks)
-        try:
-            while left and (found := next(answers, None)):
-                left.remove(found[0])
-                yield found
-            while left:
-                yield left.pop(), Lost("the head of the cluster is lost")
-        finally:
-            if left:  # they end with the client
-                self._process.kill()
-
-    def close(self) -> None:
-        """Leave the cluster; tasks that still run are cancelled."""
-        self._pipe.close()
-        self._process.join(10)
-        self._process.kill()
-
-    def _answers(self, call: str | Sequence[Task] | None) -> Iterator[Any]:
-        """Send a call to the client, if there is one, and yield its answers until the client ends."""
+    need("ray", command="--ray", extra="fleet")
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_client, args=(theirs, address, tasks, patience), daemon=True)
+    process.start()
+    theirs.close()
+    left = set(range(len(tasks)))
+    try:
+        why = "its head does not answer"
         with suppress(EOFError, OSError):
-            if call is not None:
-                self._pipe.send(call)
-            while True:
-                yield self._pipe.recv()
+            why = pipe.recv()
+        if why:
+            raise FleetError(f"--ray {address}: no cluster there ({why})")
+        with suppress(EOFError, OSError):
+            while left:
+                number, found = pipe.recv()
+                left.remove(number)
+                yield number, found
+        for number in left:
+            yield number, Lost("the head of the cluster is lost")
+    finally:
+        process.kill()  # the tasks that still run end with it
 
 
-def _client(pipe: Connection, address: str, patience: float) -> None:
-    """Connect, then answer calls until the other end of the pipe is closed. Runs in a separate process."""
+def _client(pipe: Connection, address: str, tasks: Sequence[Task], patience: float) -> None:
+    """Connect, send why there is no cluster, "" if there is one, then the results. Runs in a separate process."""
     import ray
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the other process handles it
@@ -152,46 +132,35 @@ def _client(pipe: Connection, address: str, patience: float) -> None:
         pipe.send(one_line(error, 160))
         return
     pipe.send("")
-    with suppress(EOFError, OSError):
-        while True:
-            call = pipe.recv()
-            lane = isinstance(call, str)
-            for found in [_slots(ray, call)] if lane else _run(ray, call, patience, pipe.poll):
-                pipe.send(found)
+    for found in _run(ray, tasks, patience):
+        pipe.send(found)
 
 
 def _resource(lane: str) -> str:
-    return f"lane_{re.sub(r'[^A-Za-z0-9]', '_', lane)}" if lane else "CPU"
+    return f"lane_{re.sub(r'[^A-Za-z0-9]', '_', lane)}"
 
 
-def _slots(ray: Any, lane: str) -> int:
-    offered = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return sum(int(resources.get("CPU", 0)) for resources in offered if _resource(lane) in resources)
-
-
-def _run(
-    ray: Any, tasks: Sequence[Task], patience: float, abandoned: Callable[[], bool]
-) -> Iterator[tuple[int, Done | Lost]]:
-    """Run tasks on a cluster, until no one waits for their results any more."""
+def _run(ray: Any, tasks: Sequence[Task], patience: float) -> Iterator[tuple[int, Done | Lost]]:
+    """Run tasks on a cluster. A task that no host can take for `patience` seconds is lost."""
     remote = ray.remote(on_worker)
     pending = {}
     for number, task in enumerate(tasks):
-        needs = {_resource(task.lane): SHARE} if task.lane else {}
+        needs = {_resource(task.lane): SHARE}
         options = {"num_cpus": 1, "resources": needs, "max_retries": RETRIES, "scheduling_strategy": "SPREAD"}
         pending[remote.options(**options).remote(task.function, task.arguments)] = number
-    waiting: dict[str, float] = {}  # lane -> since when no host offers it
-    while pending and not abandoned():
+    waiting: dict[str, float] = {}  # resource -> since when no host offers it
+    while pending:
         ended, _ = ray.wait([*pending], timeout=POLL_SECONDS)
         for ref in ended:
             yield pending.pop(ref), _result(ray, ref)
         for ref, number in [] if ended else [*pending.items()]:
-            lane = tasks[number].lane
-            if _slots(ray, lane):
-                waiting.pop(lane, None)
-            elif time.monotonic() - waiting.setdefault(lane, time.monotonic()) >= patience:
+            resource = _resource(tasks[number].lane)
+            if any(node["Alive"] and resource in node["Resources"] for node in ray.nodes()):
+                waiting.pop(resource, None)
+            elif time.monotonic() - waiting.setdefault(resource, time.monotonic()) >= patience:
                 ray.cancel(ref, force=True)
                 del pending[ref]
-                yield number, Lost(f"no host is left for {_resource(lane)}")
+                yield number, Lost(f"no host is left for {resource}")
 
 
 def _result(ray: Any, ref: Any) -> Done | Lost:
@@ -218,18 +187,6 @@ def on_worker(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Done 
             os.environ["OMP_NUM_THREADS"] = changed
 
 
-@contextmanager
-def folder_on_host(kind: str, name: str) -> Iterator[Path]:
-    """Yield a folder of this host for a name: a task that is repeated on the host continues in it.
-
-    The folder is deleted when the block ends without an exception.
-    """
-    place = home() / "fleet" / kind / hashlib.sha256(name.encode()).hexdigest()[:16]
-    place.mkdir(parents=True, exist_ok=True)
-    yield place
-    shutil.rmtree(place, ignore_errors=True)
-
-
 def pack(folder: Path) -> dict[str, bytes]:
     """Return the files of a folder by name, without caches: hosts share no file system."""
     found = {}
@@ -250,167 +207,130 @@ def unpack(files: Mapping[str, bytes], folder: Path, last: str) -> None:
         write_atomic(folder / name, files[name])
 
 
-@dataclass(frozen=True)
-class Readings:
-    """Takes the readings of one bisect on a cluster.
+def run_on_host(
+    command: str, lane: str, arguments: tuple[str, ...], folder: Path, name: str
+) -> dict[str, bytes]:
+    """Run `bumpgate COMMAND` on this host and return its files. A task that is repeated here continues it.
 
-    most: how many to take at once. folder: the working directory, on every host. good: the version of the good
-    endpoint, with which timed rows are paired.
+    name: names the folder of the results on this host.
+    Raises BumpgateError on bad input, OSError if the command was cut short; the folder is then kept.
     """
-
-    cluster: Cluster
-    options: Options
-    most: int
-    folder: Path
-    good: str
-
-    def number(self) -> int:
-        slots = self.cluster.slots(self.options.lane)
-        if not slots:
-            raise MachineError(f"no host of the fleet offers {_resource(self.options.lane)}")
-        return min(slots, self.most)
-
-    def take(self, jobs: Sequence[tuple[Path, Request]]) -> Iterator[Reading]:
-        calls = [(self.options, self.folder, str(p.absolute()), request, self.good) for p, request in jobs]
-        tasks = [Task(read_on_host, call, self.options.lane) for call in calls]
-        lost = []
-        for number, result in self.cluster.run(tasks):
-            place = jobs[number][0]
-            place.mkdir(parents=True, exist_ok=True)
-            if isinstance(result, Lost):
-                if result.refused:
-                    raise FleetError(result.why)
-                lost.append(Reading(place, Cause.MACHINE, failure=result.why))
-                continue
-            unpack(result.value, place, READING)
-            reading = load(place)
-            assert reading is not None, f"{place} has no reading"
-            reading = replace(reading, host=result.host)
-            keep(reading)
-            yield reading
-        # Without a host, no candidate is at fault, and none is skipped.
-        if lost and not self.cluster.slots(self.options.lane):
-            raise MachineError(lost[0].failure)
-        for reading in lost:
-            keep(reading)
-            yield reading
+    key = hashlib.sha256(repr((name, lane, arguments)).encode()).hexdigest()[:16]
+    out = home() / "fleet" / command / key
+    out.mkdir(parents=True, exist_ok=True)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    # A bisect of a gate's finding, or of a command, is told no lane.
+    own = {word.partition("=")[0] for word in arguments[:cut]} & {"--from-gate", "--command"}
+    options = [
+        *([] if command == "bisect" and own else ["--lane", lane]),
+        *arguments[:cut],
+        "--out",
+        str(out),
+    ]
+    # A bisect without a state starts; a gate is resumed from its gate.json.
+    options += ["--resume"] if command == "bisect" or (out / NAME).exists() else []
+    options += arguments[cut:]
+    log = out / LOG
+    code, _ = run_child([sys.executable, "-c", MAIN, command, *options], folder, os.environ, None, log)
+    if code == BAD_INPUT:
+        raise BumpgateError(last_line(log).removeprefix("bumpgate: "))
+    found = read_result(command, out)
+    if found is None or found[0] != code:  # Python ends with 1, too, if it fails
+        raise OSError(f"the {command} ended with {code}: {last_line(log)}")
+    files = pack(out)
+    shutil.rmtree(out, ignore_errors=True)
+    return files
 
 
-def read_on_host(options: Options, folder: Path, name: str, request: Request, good: str) -> dict[str, bytes]:
-    """Take one reading on this host and return its files. name: names the folder of the reading here."""
-    os.chdir(folder)
-    setup = options.setup(options.root(), good, say=lambda line: None)
-    with folder_on_host("probes", name) as place:
-        take(place, request, setup.build, setup.test)
-        return pack(place)
+def read_result(command: str, folder: Path) -> tuple[int, str] | None:
+    """Return the exit code of a finished gate or bisect in a folder, and its answer in a line; None without one."""
+    path = folder / RESULT[command]
+    if not path.exists():
+        return None
+    if command == "gate":
+        gate = read_judged(path)
+        if not isinstance(gate, GateFile) or not gate.finished:
+            return None
+        return gate.decision.value, f"{len(gate.findings)} findings; {gate.wall_seconds / 60:.1f} min"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    answer = (
+        f"first bad {raw['package']} {' or '.join(raw['suspects'])}" if raw["suspects"] else raw["failure"]
+    )
+    return 0 if raw["sure"] else UNKNOWN, answer
 
 
-def measure_on_host(lane: str, arguments: tuple[str, ...], folder: Path, name: str) -> dict[str, bytes]:
-    """Run a gate on this host and return its files. A task that is repeated here continues the gate.
-
-    name: names the folder of the gate here. Raises BumpgateError on bad input, OSError if the gate was cut short.
-    """
-    with folder_on_host("gates", name) as out:
-        resume = ["--resume"] if (out / NAME).exists() else []
-        cut = arguments.index("--") if "--" in arguments else len(arguments)
-        options = ["--lane", lane, *arguments[:cut], "--out", str(out), *resume, *arguments[cut:]]
-        log = out / LOG
-        code, _ = run_child([sys.executable, "-c", MAIN, "gate", *options], folder, os.environ, None, log)
-        if code == BAD_INPUT:
-            raise BumpgateError(last_line(log).removeprefix("bumpgate: "))
-        found = read_gate(out)
-        if found is None or found.decision.value != code:  # Python ends with 1, too, if it fails
-            raise OSError(f"the gate ended with {code}: {last_line(log)}")
-        return pack(out)
-
-
-def read_gate(folder: Path) -> GateFile | None:
-    """Return the finished gate in a folder, or None. Raises GateFileError if its evidence gives another verdict."""
-    found = read_judged(folder / NAME) if (folder / NAME).exists() else None
-    return found if isinstance(found, GateFile) and found.finished else None
-
-
-@dataclass
-class Fleet:
-    """The cluster of one command, to which it connects at the first use, and the most probes of a bisect at once."""
-
-    address: str
-    most: int
-
-    @cached_property
-    def cluster(self) -> Cluster:
-        return Cluster(self.address)
-
-    def close(self) -> None:
-        if "cluster" in vars(self):
-            self.cluster.close()
+Lanes = Annotated[list[str], typer.Option("--lane", help="A lane, on one host that offers it; repeatable.")]
+Out = Annotated[Path, typer.Option(help="A folder per lane with the results.")]
 
 
 @app.callback()
 def fleet(
-    context: typer.Context,
-    ray: Annotated[str, typer.Option(help="HOST:PORT of the head of the cluster.")],
-    probes: Annotated[int, typer.Option(help="The most probes of a bisect at once.", min=1)] = 16,
+    context: typer.Context, ray: Annotated[str, typer.Option(help="HOST:PORT of the head of the cluster.")]
 ) -> None:
     """Run gates and bisects on the hosts of a Ray cluster.
 
     A host offers the custom resource lane_NAME for each lane that it can run. Every host has the source tree at the
     same path.
     """
-    context.obj = Fleet(ray, probes)
-    context.call_on_close(context.obj.close)
-
-
-@app.command("bisect", help=bisect_command.command.__doc__)
-@takes(Options)
-def bisect(context: typer.Context, options: Options) -> None:
-    if options.environments:
-        raise BisectError("--environments is for one host: bumpgate bisect --environments, without fleet")
-    cluster, most, folder = context.obj.cluster, context.obj.most, Path.cwd()
-    words = ("fleet", "--ray", context.obj.address, "--probes", str(most))
-    raise typer.Exit(
-        bisect_command.run(
-            options, lambda resolved, good: Readings(cluster, resolved, most, folder, good), words
-        )
-    )
+    context.obj = ray
 
 
 @app.command()
 def gate(
     context: typer.Context,
-    lane: Annotated[list[str], typer.Option(help="A lane, measured on one host; repeatable.")],
+    lane: Lanes,
     arguments: Annotated[list[str], typer.Argument(help="After --: options of bumpgate gate.")],
-    out: Annotated[Path, typer.Option(help="A folder per lane with gate.json.")] = Path("build/fleet"),
+    out: Out = Path("build/fleet"),
 ) -> None:
     """Gate several lanes at once, each on a host that offers it. A lane whose hosts die is repeated on another one.
 
     Exit codes: 0 all ADOPT, 1 a HOLD, 125 a lane without a verdict, 4 bad input.
     """
-    lanes = [*dict.fromkeys(lane)]
+    raise typer.Exit(_run_lanes("gate", context.obj, lane, arguments, out))
+
+
+@app.command()
+def bisect(
+    context: typer.Context,
+    lane: Lanes,
+    arguments: Annotated[list[str], typer.Argument(help="After --: options of bumpgate bisect.")],
+    out: Out = Path("build/fleet"),
+) -> None:
+    """Bisect on several lanes at once, each on a host that offers it. A host that died is replaced by another one.
+
+    Exit codes: 0 all found, 125 a lane without a sure answer, 4 bad input or endpoints without the claimed result.
+    """
+    raise typer.Exit(_run_lanes("bisect", context.obj, lane, arguments, out))
+
+
+def _run_lanes(command: str, address: str, named: list[str], arguments: list[str], out: Path) -> int:
+    """Run a command for each lane, print a line for each, and return the exit code of the worst."""
+    lanes = [*dict.fromkeys(named)]
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    if named := next((word for word in own if word.partition("=")[0] in ("--lane", "--out")), ""):
-        raise FleetError(f"{named} after --: the fleet sets it for each gate; name it before --")
-    if known := [name for name in lanes if read_gate(out / name)]:
-        raise FleetError(f"{out} holds gates of {', '.join(known)}: leave these out, or name another --out")
-    calls = [(name, (*arguments,), Path.cwd(), f"{os.path.abspath(out)} {name}") for name in lanes]
+    if wrong := next((w for w in own if w.partition("=")[0] in ("--lane", "--out", "--resume")), ""):
+        raise FleetError(f"{wrong} after --: the fleet sets it for each {command}; leave it out there")
+    if known := [name for name in lanes if read_result(command, out / name)]:
+        raise FleetError(
+            f"{out} holds {command}s of {', '.join(known)}: leave these out, or name another --out"
+        )
+    calls = [(command, name, (*arguments,), Path.cwd(), os.path.abspath(out)) for name in lanes]
     codes = set()
-    for number, result in context.obj.cluster.run([Task(measure_on_host, call, call[0]) for call in calls]):
+    for number, result in run_tasks(address, [Task(run_on_host, call, call[1]) for call in calls]):
         name = lanes[number]
         if isinstance(result, Lost):
-            typer.echo(f"{Decision.UNKNOWN.name:8} {name}: no verdict: {result.why}")
-            codes.add(BAD_INPUT if result.refused else Decision.UNKNOWN.value)
+            typer.echo(f"{Decision.UNKNOWN.name:8} {name}: no result: {result.why}")
+            codes.add(BAD_INPUT if result.refused else UNKNOWN)
             continue
-        unpack(result.value, out / name, NAME)
+        unpack(result.value, out / name, RESULT[command])
         try:
-            found = read_gate(out / name)
+            found = read_result(command, out / name)
         except BumpgateError as error:
-            typer.echo(f"{Decision.UNKNOWN.name:8} {name}: no verdict: {error}")
-            codes.add(Decision.UNKNOWN.value)
+            typer.echo(f"{Decision.UNKNOWN.name:8} {name}: no result: {error}")
+            codes.add(UNKNOWN)
             continue
-        assert found is not None, f"{out / name} has no finished gate"
-        typer.echo(
-            f"{found.decision.name:8} {name} on {result.host}: {len(found.findings)} findings;"
-            f" {found.wall_seconds / 60:.1f} min; {out / name / NAME}"
-        )
-        codes.add(found.decision.value)
-    raise typer.Exit(next((code for code in (BAD_INPUT, 1, 125) if code in codes), 0))
+        assert found is not None, f"{out / name} has no result"
+        code, answer = found
+        verdict = "FOUND" if command == "bisect" and code == 0 else Decision(code).name
+        typer.echo(f"{verdict:8} {name} on {result.host}: {answer}; {out / name / RESULT[command]}")
+        codes.add(code)
+    return next((code for code in (BAD_INPUT, 1, UNKNOWN) if code in codes), 0)

@@ -130,7 +130,6 @@ def attribute(
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the argument parser."""
     p = argparse.ArgumentParser(prog="python -m launch.ablation", description=__doc__)
     add = p.add_argument
     add("--preset", choices=NAMES, required=True)

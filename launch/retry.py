@@ -202,7 +202,6 @@ def supervise(
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the argument parser."""
     p = argparse.ArgumentParser(prog="python -m launch.retry", description=__doc__.split("\n", 1)[0])
     add, never = p.add_argument, float("inf")
     add("--ranks", type=int, default=0, help="processes on this host; 0: one process that is not a rank")

@@ -63,8 +63,7 @@ class Watcher:
         self.last, self._left = result.reason, left
         style = STYLE[result.outcome] if self._status else None
         self.console.print(f"{result.outcome.value:7}", end=" ", style=style, highlight=False)
-        where = f" on {reading.host}" if reading.host else ""
-        text = f"{name} in {reading.seconds:.1f} s{where}: {result.reason}{f'; {left}' if left else ''}"
+        text = f"{name} in {reading.seconds:.1f} s: {result.reason}{f'; {left}' if left else ''}"
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -104,7 +103,6 @@ def answer(
                 "failure": reading.failure,
                 "exit_code": reading.code,
                 "seconds": reading.seconds,
-                "host": reading.host,
                 "folder": f"probes/{reading.place.name}",
             }
             for index, outcome, reading in bisection.steps()

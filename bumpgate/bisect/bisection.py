@@ -36,16 +36,6 @@ class MachineError(BumpgateError):
     """Infrastructure failure of an endpoint or of several candidates in a row; no evidence about the candidates."""
 
 
-class Hosts(Protocol):
-    """Where readings are taken: in this process, or on the hosts of a fleet."""
-
-    def number(self) -> int:
-        """Return how many readings can be taken at once. Raises BumpgateError if no host is there."""
-
-    def take(self, jobs: Sequence[tuple[Path, Request]]) -> Iterator[Reading]:
-        """Yield the reading of each job as it ends, saved at the job's place; one that was lost has Cause.MACHINE."""
-
-
 class Show(Protocol):
     """Progress callbacks of a watcher."""
 
@@ -56,7 +46,7 @@ class Show(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """The environments of a bisect and the test that judges them; it takes readings in this process.
+    """The environments of a bisect and the test that judges them.
 
     package: the package whose versions are the candidates.
     request: from a version to the request of its environment.
@@ -76,19 +66,12 @@ class Setup:
     together: Callable[[Environment, Environment], list[set[str]]] = wheel_metadata.together
     follow: frozenset[str] = frozenset()
 
-    def number(self) -> int:
-        return 1
-
-    def take(self, jobs: Sequence[tuple[Path, Request]]) -> Iterator[Reading]:
-        for place, request in jobs:
-            yield take(place, request, self.build, self.test)
-
 
 class Bisection:
     """One bisect, continued from the state of its journal. out: the folder of its readings."""
 
-    def __init__(self, state: Journal, setup: Setup, out: Path, hosts: Hosts, show: Show) -> None:
-        self.state, self.setup, self.out, self.hosts, self.show = state, setup, out, hosts, show
+    def __init__(self, state: Journal, setup: Setup, out: Path, show: Show) -> None:
+        self.state, self.setup, self.out, self.show = state, setup, out, show
         self.search = state.search
         self.ends = self.search.first, self.search.last
         self._machine_failed = False
@@ -96,7 +79,7 @@ class Bisection:
     def run(self) -> SearchResult:
         """Probe until the search has its answer. Raises MachineError, ProbeError, KeyboardInterrupt."""
         self._learn()
-        while pending := self.state.decide(self.hosts.number()):
+        while pending := self.state.decide():
             self._read(pending)
         result = self.search.result()
         assert result is not None, "the journal has no further decision only if there is an answer"
@@ -168,65 +151,49 @@ class Bisection:
         pins = tuple(f"{n}==={version}" for n, version in sorted(packages.items()))
         like = self._request(self.search.first)
         sources = {name: getattr(like, name) for name in SOURCES}
-        self._take({place: Request(pins, **sources, dependencies=False, name="a mixture")})
-        reading = load(place)
-        assert reading is not None, f"{place} has no reading"
+        reading = self._take(place, Request(pins, **sources, dependencies=False, name="a mixture"))
         result = self.setup.test.judge(reading)
         self.state.record_mixture(mixture, result.outcome)
         self.show.probed(name, reading, result, "")
         return result.outcome
 
     def _read(self, pending: Sequence[int]) -> None:
-        """Take the readings of a decision, as many at once as there are hosts, and record their outcomes.
+        """Take the readings of a decision, and record their outcomes.
 
         No reading can be judged before the readings of the endpoints, because the deciding rows are those that differ
         between them.
         """
         ends = [end for end in self.ends if self._unjudged(end) and end not in pending]
         before = len(self.search.history)
-        counts = Counter(i for i, _ in self.search.history)
-        jobs: dict[Path, int] = {}
-        for index in (*ends, *pending):
-            jobs[self._place(index, counts[index])] = index
-            counts[index] += 1
+        jobs = {self._next_place(index): index for index in (*ends, *pending)}
         self._judge(jobs)  # readings of a killed run
-        missing = [place for place in jobs if load(place) is None]
-        at_once = self.hosts.number()
-        while missing:
-            group, missing = missing[:at_once], missing[at_once:]
-            names = ", ".join(self.search.candidates[jobs[place]] for place in group)
-            self.show.probing(f"{self.setup.package} {names}")
-            required = [place for place in group if jobs[place] in self.ends]
-            self._take({place: self._request(jobs[place]) for place in group}, required, jobs)
-            self._judge(jobs)
-            if any(i in self.ends and self._unjudged(i) for i, _ in self.search.history[before:]):
-                return  # an endpoint has no verdict: it is read again before all others
+        for place, index in jobs.items():
+            if load(place) is None:
+                self.show.probing(f"{self.setup.package} {self.search.candidates[index]}")
+                self._take(place, self._request(index), required=index in self.ends)
+                self._judge(jobs)
+                if any(i in self.ends and self._unjudged(i) for i, _ in self.search.history[before:]):
+                    return  # an endpoint has no verdict: it is read again before all others
 
-    def _take(
-        self, requests: Mapping[Path, Request], required: Sequence[Path] = (), jobs: Mapping[Path, int] = {}
-    ) -> None:
-        """Take the readings of requests, by place. A reading is repeated if the machine failed, then kept as such.
+    def _take(self, place: Path, request: Request, *, required: bool = False) -> Reading:
+        """Return the reading of a request. It is repeated if the machine failed, then kept as such.
 
-        required: places whose failure ends the bisect. jobs: what to judge as each reading arrives.
+        required: a failure ends the bisect.
         Raises MachineError, without keeping the reading, for a required one or for two failures in a row.
         """
-        failed: dict[Path, Reading] = {}
+        if saved := load(place):
+            return saved
         for _ in range(TRIES):
-            missing = [(place, request) for place, request in requests.items() if load(place) is None]
-            for reading in self.hosts.take(missing) if missing else ():
-                failed.pop(reading.place, None)
-                if reading.cause is Cause.MACHINE:
-                    (reading.place / READING).unlink()
-                    failed[reading.place] = reading
-                else:
-                    self._judge(jobs)
-        for place, reading in failed.items():
-            if self._machine_failed or place in required:
-                title = requests[place].title
-                raise MachineError(f"{title}: {reading.failure.removeprefix(f'{title}: ')}")
-            self._machine_failed = True
-            keep(reading)
-        self._machine_failed = bool(failed)
+            reading = take(place, request, self.setup.build, self.setup.test)
+            if reading.cause is not Cause.MACHINE:
+                self._machine_failed = False
+                return reading
+            (place / READING).unlink()
+        if self._machine_failed or required:
+            raise MachineError(f"{request.title}: {reading.failure.removeprefix(f'{request.title}: ')}")
+        self._machine_failed = True
+        keep(reading)
+        return reading
 
     def _judge(self, jobs: Mapping[Path, int]) -> None:
         """Record the outcomes of the readings that are there, once both endpoints are.

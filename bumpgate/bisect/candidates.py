@@ -217,12 +217,10 @@ class Prepared:
         return tuple(out)
 
     def versions(self) -> list[FoundVersion]:
-        """Return the versions of the package, in order."""
         found = {e.packages[self.package] for e in self.environments}
         return [FoundVersion(version, None, None, "") for version in sorted(found, key=Version)]
 
     def request(self, version: str) -> Request:
-        """Return the request of a candidate."""
         return Request((f"{self.package}==={version}",), name=f"{self.package} {version}")
 
     def __call__(self, request: Request) -> Environment:

@@ -6,7 +6,7 @@ import json
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from bumpgate.bisect import journal as journals
 from bumpgate.bisect.answer import Watcher, answer, closing_text, so_far, text
 from bumpgate.bisect.attribution import Attribution
-from bumpgate.bisect.bisection import Bisection, Hosts, MachineError, Setup
+from bumpgate.bisect.bisection import Bisection, MachineError, Setup
 from bumpgate.bisect.candidates import Range
 from bumpgate.bisect.journal import BisectPlan, Journal, JournalExistsError
 from bumpgate.bisect.options import BisectError, Options
@@ -38,18 +38,11 @@ def command(options: Options) -> None:
     Exit codes: 0 found, 4 bad input or endpoints without the claimed result, 125 no sure answer or a machine failure,
     130 interrupted.
     """
-    raise typer.Exit(run(options))
+    raise typer.Exit(_run(options.resolved()))
 
 
-def run(
-    options: Options, hosts: Callable[[Options, str], Hosts] | None = None, words: tuple[str, ...] = ()
-) -> int:
-    """Run a bisect and return its exit code. Raises BumpgateError on bad input, before anything is installed.
-
-    hosts: from the options and the version of the good endpoint to what takes the readings, instead of this process.
-    words: what comes before `bisect` on the command line.
-    """
-    options = options.resolved()
+def _run(options: Options) -> int:
+    """Run a bisect and return its exit code. Raises BumpgateError on bad input, before anything is installed."""
     with _terminable():
         root = options.check()
         state, span = _continue(options) if options.resume else (None, None)
@@ -60,10 +53,10 @@ def run(
                 options.check_selection(root)
             state = _begin(options.folder, options.plan(span, setup.test))
             typer.echo(span.summary(state.search.steps_left()))
-        again = options.resume_line(*words, "bisect")
+        again = options.resume_line()
         with state:
             try:
-                return _search(options, state, span, setup, hosts(options, span.good) if hosts else setup)
+                return _search(options, state, span, setup)
             except KeyboardInterrupt:
                 count = len(state.search.history)
                 typer.echo(f"interrupted; {count} probes are saved. Continue with:\n  {again}", err=True)
@@ -78,11 +71,11 @@ def run(
             return UNKNOWN
 
 
-def _search(options: Options, state: Journal, span: Range, setup: Setup, hosts: Hosts) -> int:
+def _search(options: Options, state: Journal, span: Range, setup: Setup) -> int:
     """Search, print and save the answer, then attribute it. Returns the exit code."""
     started = time.monotonic()
     watcher = Watcher(Console(soft_wrap=True))
-    bisection = Bisection(state, setup, options.folder, hosts, watcher)
+    bisection = Bisection(state, setup, options.folder, watcher)
     with watcher:
         result = bisection.run()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bumpgate.bisect.attribution import Mixture
-from bumpgate.bisect.search import ProbeOutcome, Search, batch
+from bumpgate.bisect.search import ProbeOutcome, Search
 from bumpgate.core.errors import BumpgateError, one_line
 
 SCHEMA = 1
@@ -69,16 +69,12 @@ class Journal:
         self._pending: list[int] = []
         self._pending_mixture: Mixture | None = None
 
-    def decide(self, hosts: int = 1) -> list[int]:
-        """Return the probes of the last decision without an outcome; if there are none, save and return the next one.
-
-        hosts: if more than one, decide on a batch of that many probes; a candidate occurs once per reading.
-        """
-        result = self.search.result()
-        if result is not None and not (hosts > 1 and result.found and self._pending):
-            return []  # with several hosts, a batch is recorded to its end: the answer depends on no order
+    def decide(self) -> list[int]:
+        """Return the probes of the last decision without an outcome; without any, save and return the next one."""
+        if self.search.result() is not None:
+            return []
         if not self._pending:
-            pending = batch(self.search, hosts) if hosts > 1 else self.search.next()
+            pending = self.search.next()
             _write(self._file, {"probe": pending})
             self._pending = pending
         return list(self._pending)

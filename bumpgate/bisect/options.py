@@ -69,7 +69,7 @@ class Options:
         Option(help="gate.json: bisect its worst finding between its two sides, SLOWER included."),
     ] = None
     environments: Annotated[
-        str, Option(help="Build nothing: the candidates are the environments DIR/NAME; not in a fleet.")
+        str, Option(help="Build nothing: the candidates are the environments DIR/NAME.")
     ] = ""
     row: Annotated[str, Option(help="With --from-gate: the finding of this row, not the worst.")] = ""
     index: Annotated[str | None, Option(help="An index that takes precedence over the host's.")] = None
@@ -122,7 +122,6 @@ class Options:
 
     @property
     def folder(self) -> Path:
-        """The folder of the bisect."""
         return self.out or Path(f"bisect-{self.package}-{self.good}-{self.bad}".replace("/", "-"))
 
     @cached_property
@@ -132,7 +131,6 @@ class Options:
 
     @property
     def timed(self) -> bool:
-        """Whether timed rows decide."""
         return self.finding is not None and bool(self.finding.ratios)
 
     def line(self) -> tuple[str, ...]:
@@ -163,14 +161,14 @@ class Options:
         words += ["--find-fix"] if self.find_fix else []
         return (*words, *(["--", *self.selection] if self.selection and not self.from_gate else []))
 
-    def resume_line(self, *command: str) -> str:
-        """Return the command that continues this bisect. command: the words after `bumpgate`."""
+    def resume_line(self) -> str:
+        """Return the command that continues this bisect."""
         line = self.line()
         cut = line.index("--") if "--" in line else len(line)
         flags = [] if self.attribution else ["--no-attribution"]
         flags += ["--disk", self.disk] if self.disk else []
         more = ("--out", str(self.folder), *flags, "--resume")
-        return shlex.join(["bumpgate", *command, *line[:cut], *more, *line[cut:]])
+        return shlex.join(["bumpgate", "bisect", *line[:cut], *more, *line[cut:]])
 
     def check(self) -> Path | None:
         """Check the options and return the source tree, if the bisect needs one. Raises BumpgateError, one line."""

@@ -86,7 +86,6 @@ class Reading:
 
     code: exit code of the command or of pytest, or minus the signal number; None if it never ran.
     failure: why it never ran, or ended early; one line. seconds: of only the test. packages: name to version.
-    host: the name of the host that took it, "" for this one.
     """
 
     place: Path
@@ -95,7 +94,6 @@ class Reading:
     failure: str = ""
     seconds: float = 0.0
     packages: dict[str, str] = field(default_factory=dict)
-    host: str = ""
 
     @cached_property
     def record(self) -> Record | None:
@@ -200,7 +198,6 @@ def take(place: Path, request: Request, build: Build, test: Test) -> Reading:
 
 
 def keep(reading: Reading) -> None:
-    """Write a reading to its place."""
     raw = asdict(reading) | {"cause": reading.cause.value, "place": reading.place.name}
     write_atomic(reading.place / READING, json.dumps(raw, indent=1) + "\n")
 
@@ -269,7 +266,6 @@ class CommandTest(Test):
     timeout: float | None = None
 
     def line(self, environment: Environment) -> str:
-        """Return the shell command line for an environment."""
         line = self.command.replace("{python}", shlex.quote(str(environment.python)))
         return line.replace("{version}", environment.packages.get(self.package, ""))
 
@@ -475,7 +471,6 @@ class Signals:
 
     @property
     def tests(self) -> Mapping[str, str]:
-        """The census of the run."""
         return self.reading.record.tests if self.reading.record else {}
 
     @cached_property
@@ -485,7 +480,6 @@ class Signals:
 
     @cached_property
     def rows(self) -> Mapping[str, Row]:
-        """The rows of the record, by id."""
         record = self.reading.record
         return {j.row.id: j.row for j in record.judgements} if record else {}
 

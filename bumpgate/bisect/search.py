@@ -11,11 +11,9 @@ the early endpoint and the others the state of the late one; under 0 and n an en
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 
@@ -184,10 +182,6 @@ class Search:
             for rates in (belief.false_new, belief.false_old)
         )
         return (old, new) if self.find_fix else (new, old)
-
-    def chance(self, index: int) -> float:
-        """Return the probability that the next reading of a candidate is `new`."""
-        return self._believe().reads_new()[index - self.first]
 
     def _likeliest(self) -> tuple[range, float]:
         """Return the indices of the likeliest suspects, and their posterior."""
@@ -377,48 +371,6 @@ class Search:
         first, last = self.candidates[self.first], self.candidates[self.last]
         why = f"{first} reads {self.new.value} and {last} {self.old.value}: the endpoints look swapped"
         return SearchFailure.SWAPPED, why
-
-    def after(self, outcomes: Sequence[tuple[int, ProbeOutcome]]) -> Search:
-        """Return a copy of this search with some outcomes added."""
-        ahead = copy(self)
-        ahead.history, ahead._aside = list(self.history), set(self._aside)
-        ahead._tally = {outcome: counts.copy() for outcome, counts in self._tally.items()}
-        for index, outcome in outcomes:
-            ahead.record(index, outcome)
-        return ahead
-
-
-def batch(search: Search, workers: int) -> list[int]:
-    """Return up to `workers` candidates to probe at once, the most useful first; empty if the search is finished.
-
-    The possible futures of a search form a tree with one branch per outcome. A batch is the part of it that is reached
-    with the highest probability. A candidate occurs as often as it would be read in a row, and the outcomes may be
-    recorded in any order.
-    """
-    chosen: list[int] = []
-    # Ordered by probability; the number keeps equal ones in the order in which they were found.
-    futures: list[tuple[float, int, Search, Counter[int]]] = [(-1.0, 0, search, Counter())]
-    found = 1
-    while futures and len(chosen) < workers:
-        weight, _, ahead, counts = heapq.heappop(futures)
-        due = ahead.next()
-        if not due:
-            continue
-        for index in due:
-            counts = counts + Counter([index])
-            if chosen.count(index) < counts[index] and len(chosen) < workers:
-                chosen.append(index)
-        if len(due) > 1:
-            # Both ends are read before anything else, and nearly always as they were named.
-            outcomes = [([(i, ahead.old if i == ahead.first else ahead.new) for i in due], 1.0)]
-        else:
-            new = ahead.chance(due[0])
-            outcomes = [([(due[0], ahead.new)], new), ([(due[0], ahead.old)], 1 - new)]
-        for outcome, probability in outcomes:
-            if probability > 0:
-                heapq.heappush(futures, (weight * probability, found, ahead.after(outcome), counts))
-                found += 1
-    return chosen
 
 
 def _check(candidates: Sequence[str], good: str, bad: str, find_fix: bool) -> None:

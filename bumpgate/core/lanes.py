@@ -62,7 +62,7 @@ class Lane:
     margins: (pattern of row ids, change) of timed rows that vary too much between processes on this lane to be compared
     within the usual margin: the paired sessions call them SAME within that change. A table in the file.
     variables: when (of VARIABLES) -> name -> value, set before torch is imported; `{cache}` is bumpgate's cache.
-    wheels, without, history: kernel wheels, the given-up ones, and sets of the past (`bumpgate.env.packages`).
+    wheels, without: kernel wheels, and the given-up ones (`bumpgate.env.packages`).
     folder: of its lane.toml, from the root; "" for a table of another file.
     where: the table, for messages.
     """
@@ -92,7 +92,6 @@ class Lane:
     without: tuple[str, ...] = ()
     variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
     wheels: Table = field(default_factory=dict, hash=False)
-    history: Table = field(default_factory=dict, hash=False)
     folder: str = field(default="", compare=False)  # of the files that it names
     where: str = field(default="", compare=False)
 
@@ -139,7 +138,7 @@ def _with_inherited(where: str, name: str, raw: Mapping[str, Any]) -> Any:
     if not isinstance(table, Mapping) or "inherits" in table:
         raise LaneError(f"{where}: inherits must name a lane that does not inherit, got {parent!r}")
     rename = partial(re.sub, rf"(?<!\w){re.escape(parent)}(?!\w)", name)
-    taken = {key: value for key, value in table.items() if key not in ("description", "history")}
+    taken = {key: value for key, value in table.items() if key != "description"}
     if isinstance(margins := taken.get("margins"), Mapping):
         taken["margins"] = {rename(pattern): margin for pattern, margin in margins.items()}
     if isinstance(smoke := taken.get("smoke"), list):

@@ -95,7 +95,6 @@ class Site:
 
     @cached_property
     def reference(self) -> Reference:
-        """Expected packages."""
         own = self.own_lock
         return reference(self.adopted, self.inventory, self.env_vars) if own else of_lane(self.adopted)
 

@@ -19,7 +19,6 @@ HANDED_IN = "python-"
 
 
 def caches() -> Path:
-    """Return the folder of the compile caches."""
     return home() / "compiled"
 
 

@@ -122,7 +122,6 @@ class LaneContext:
 
     @property
     def overrides(self) -> Path | None:
-        """The file of uv overrides."""
         return self._existing(self.declared.overrides)
 
     @property
@@ -217,12 +216,10 @@ def smoke_tests(root: Path) -> dict[str, Smoke]:
 
 # Shorthands for a repository and the name of a lane.
 def lane_lock(root: Path, lane: str) -> Path:
-    """Return the path of a lane's lock."""
     return root / lanes.FOLDER / lane / lanes.LOCK
 
 
 def lane_request(root: Path, lane: str, candidate: str | None = None, **changes: Any) -> Request:
-    """Return `LaneContext.request`."""
     return LaneContext(root, lane).request(candidate, **changes)
 
 

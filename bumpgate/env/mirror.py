@@ -21,7 +21,6 @@ from urllib.parse import unquote, urlsplit
 import typer
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
 from bumpgate.core.errors import BumpgateError, check_number, one_fault
@@ -35,9 +34,7 @@ from bumpgate.env.versions import (
     UnreachableError,
     VersionsError,
     build_day,
-    in_order,
     missing_days,
-    tag_ranks,
     versions,
 )
 from bumpgate.process.locks import locked
@@ -55,7 +52,7 @@ class MirrorError(BumpgateError):
 
 
 class AbsentError(MirrorError):
-    """A wheel that is listed, or named by a URL, but not served."""
+    """A wheel that is listed, but not served."""
 
 
 class FullError(MirrorError):
@@ -180,52 +177,41 @@ class Mirror:
         return missing
 
     def fetch(self, name: str, found: FoundVersion, day: date) -> None:
-        """Copy one wheel, unless there is a copy. A part of an earlier call is continued if a digest is known."""
+        """Copy one wheel, unless there is a copy. A wheel without a listed digest is checked by its own CRCs."""
         import requests
 
         if self.has(name, found.sha256):
             return
         partial = self.folder / f".{name}.partial"
-        if not found.sha256:
-            partial.unlink(missing_ok=True)
-        offset = partial.stat().st_size if partial.is_file() else 0
-        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={offset}-"} if offset else {})
+        again = "the next call copies it again"
         try:
+            headers = {"Accept-Encoding": "identity"}
             with requests.get(found.url, stream=True, headers=headers, **http_options()) as answer:
                 # A store of objects answers 403 for a name that it does not have.
                 if answer.status_code in (403, 404, 410):
                     raise AbsentError(f"{name} ({answer.status_code})")
-                if answer.status_code != 416:  # the part is complete, or longer than the file
-                    answer.raise_for_status()
-                    size = int(answer.headers.get("Content-Length") or 0)
-                    self.make_room(size, day)
-                    # A server may ignore the range and send the complete file.
-                    with partial.open("ab" if answer.status_code == 206 else "wb") as f:
-                        whole = f.tell() + size
-                        for block in answer.iter_content(1 << 16):
-                            f.write(block)
-                    if size and partial.stat().st_size < whole:  # an older urllib3 does not notice
-                        raise requests.ConnectionError
+                answer.raise_for_status()
+                size = int(answer.headers.get("Content-Length") or 0)
+                self.make_room(size, day)
+                with partial.open("wb") as f:
+                    f.writelines(answer.iter_content(1 << 16))
+            if size and partial.stat().st_size < size:  # an older urllib3 does not notice
+                raise requests.ConnectionError
+            digest = sha256_of(partial)
+            whole = digest == found.sha256
+            if not found.sha256:
+                with suppress(BumpgateError), one_fault(name), zipfile.ZipFile(partial) as archive:
+                    whole = archive.testzip() is None
+            if not whole:
+                raise MirrorError(f"{name}: corrupt copy (sha256 {digest[:12]}...), deleted; {again}")
+            partial.replace(self.folder / name)
         except requests.RequestException as error:
             reason = getattr(error.response, "status_code", None) or type(error).__name__
-            why = f"cannot be copied ({reason}); the next call continues"
-            raise MirrorError(f"{redacted(found.url)}: {why}") from None
+            raise MirrorError(f"{redacted(found.url)}: cannot be copied ({reason}); {again}") from None
         except OSError as error:
-            raise MirrorError(f"{partial}: {error.strerror}; the next call continues") from None
-        self._finish(partial, name, found.sha256)
-
-    def _finish(self, partial: Path, name: str, sha256: str) -> None:
-        """Check a copy and give it its name. A wheel without a stated digest is checked by its own CRCs."""
-        digest = sha256_of(partial)
-        whole = digest == sha256
-        if not sha256:
-            with suppress(BumpgateError), one_fault(name), zipfile.ZipFile(partial) as archive:
-                whole = archive.testzip() is None
-        if not whole:
-            partial.unlink()
-            stated = f"(sha256 {digest[:12]}...), deleted; the next call copies it again"
-            raise MirrorError(f"{name}: corrupt copy {stated}")
-        partial.replace(self.folder / name)
+            raise MirrorError(f"{partial}: {error.strerror}; {again}") from None
+        finally:
+            partial.unlink(missing_ok=True)
         self.digests[name] = digest
         self.write()
 
@@ -238,35 +224,25 @@ def command(
     ] = None,
     python: Annotated[str, typer.Option(help="The Python whose wheels are copied.")] = RUNNING,
     limit: Annotated[float | None, typer.Option(help="GB that the copies may take.")] = None,
-    url: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="URL of a wheel that the index no longer lists: a night, or what one pins; repeatable."
-        ),
-    ] = None,
 ) -> None:
     """Copy the newest nightlies and the wheels that they pin, newest first; drop nights beyond --keep.
 
-    After a kill or an interrupt, the next call continues. A night with a missing wheel is tried again.
+    After a kill or an interrupt, the next call copies what is missing. A night with a missing wheel is tried again.
 
     Exit codes: 0 done, 4 bad input, or an index that cannot be reached, 125 a wheel could not be copied.
     """
     check_number("--limit", limit or 0, MOST_GB)
-    unlisted = _of_urls(url or (), package, python)
     folder, prefix = mirror_root(), f"{package} {python} "
     folder.mkdir(parents=True, exist_ok=True)
 
     @cache
     def listed(name: str) -> tuple[FoundVersion, ...]:
         try:
-            found = versions(name, index=index, python=python, pre=True)
+            return tuple(versions(name, index=index, python=python, pre=True))
         except UnreachableError:
             raise
         except VersionsError:
-            found = []
-        known = {f.version for f in found}
-        more = [f for f in unlisted.get(canonicalize_name(name), ()) if f.version not in known]
-        return tuple(in_order([*found, *more]) if more else found)
+            return ()
 
     copied, failed = 0, False
     with locked(folder / ".writer", exclusive=True):
@@ -288,32 +264,14 @@ def command(
             copied += not missing
             typer.echo(f"{night.version}: {f'half-published: no {missing}' if missing else 'copied'}")
         mirror.keep_days(prefix, keep)
-        if not failed:
-            for partial in folder.glob(".*.partial"):
-                partial.unlink()
+        for partial in folder.glob(".*.partial"):  # of a killed call
+            partial.unlink()
         kept = sum(not n.missing for n in mirror.nights.values())
     if gaps := missing_days(f for f in listed(package) if build_day(f.version)):
         typer.echo(f"days without a nightly: {', '.join(map(str, gaps))}")
     typer.echo(f"{copied} nights copied, {kept} kept, {mirror.size() / GB:.2f} GB: --find-links {folder}")
     if failed:
         raise typer.Exit(FAILED)
-
-
-def _of_urls(urls: Iterable[str], package: str, python: str) -> dict[str, list[FoundVersion]]:
-    """Return the wheels of direct URLs by package, with the digest if a URL ends in #sha256=. Raises MirrorError."""
-    out: dict[str, list[FoundVersion]] = {}
-    for url in urls:
-        with one_fault(f"--url {url}: not the URL of a wheel", MirrorError):
-            name, version, _, tags = parse_wheel_filename(_file_of(url))
-            fragment = urlsplit(url).fragment
-        day = build_day(str(version))
-        if tags.isdisjoint(tag_ranks(python)):
-            raise MirrorError(f"--url {redacted(url)}: not a wheel for Python {python} on this platform")
-        if name == canonicalize_name(package) and day is None:
-            raise MirrorError(f"--url {redacted(url)}: not a nightly: no day in its version")
-        digest = fragment.removeprefix("sha256=") if fragment.startswith("sha256=") else ""
-        out.setdefault(name, []).append(FoundVersion(str(version), day, None, url, digest.lower()))
-    return out
 
 
 def _newest(found: tuple[FoundVersion, ...], mirror: Mirror, prefix: str, keep: int) -> list[FoundVersion]:

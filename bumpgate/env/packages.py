@@ -57,7 +57,6 @@ class KernelWheel:
 
     sha256: of the wheel; sdist: of the source distribution that `bumpgate wheels build` compiles.
     patch: a file next to the lane.toml, applied to those sources.
-    fault: text on the known contradiction of a set of the past; the adopted set has none.
     smoke: how the wheel is run; None if it is only audited.
     """
 
@@ -65,7 +64,6 @@ class KernelWheel:
     version: str
     torch: str
     sha256: str = ""
-    fault: str = ""
     sdist: str = ""
     patch: str = ""
     smoke: Smoke | None = None
@@ -79,7 +77,6 @@ class PackageSet:
     without: names of the kernel wheels that the lane has given up; their rows are NOT RUN, also under --gate.
     given_up: their tables, from which they can be built for another torch.
     driver: the oldest GPU driver.
-    source, parked: what a set of the past was, and whether it was given up.
     """
 
     name: str
@@ -90,8 +87,6 @@ class PackageSet:
     without: tuple[str, ...] = ()
     given_up: tuple[KernelWheel, ...] = ()
     driver: Version | None = None
-    source: str = ""
-    parked: bool = False
 
     @property
     def known_wheels(self) -> tuple[KernelWheel, ...]:
@@ -176,7 +171,11 @@ def _same(a: str, b: str) -> bool:
 
 
 def contradictions(row: PackageSet) -> Iterator[str]:
-    """Yield the kernel wheels of a row whose label or build does not match the row's torch."""
+    """Yield the kernel wheels of a row whose label or build does not match the row's torch.
+
+    flash-attn 2.8.3+cu130torch2.10, installed by force over torch 2.12, imports and then fails inside a kernel under
+    some shapes.
+    """
     pinned = exact_version(row.torch)
     for wheel in row.wheels if pinned else ():
         claimed = label(wheel.version).torch
@@ -204,22 +203,17 @@ def adopted(lane: Lane, lock: Lock | None) -> PackageSet:
         str(name): SpecifierSet(f"=={Version(locked[name]).public}", prereleases=True) for name in pins
     }
     locked_python = f"=={lock.python}.*" if lock and lock.python else ""
-    return reader.consistent(
-        PackageSet(
-            lane.name,
-            reader.specifier("python", lane.python or locked_python),
-            specifiers.pop("torch", ANY),
-            {str(pins[canonicalize_name(name)]): specifier for name, specifier in specifiers.items()},
-            **reader.wheels("", lane.wheels, lane.without),
-            driver=reader.version("driver", lane.driver) if lane.driver else None,
-        )
+    found = PackageSet(
+        lane.name,
+        reader.specifier("python", lane.python or locked_python),
+        specifiers.pop("torch", ANY),
+        {str(pins[canonicalize_name(name)]): specifier for name, specifier in specifiers.items()},
+        **reader.wheels(lane.wheels, lane.without),
+        driver=reader.version("driver", lane.driver) if lane.driver else None,
     )
-
-
-def history(lane: Lane) -> dict[str, PackageSet]:
-    """Return the sets of the past by name. Raises PackagesError (one line)."""
-    reader = _Reader(lane.where)
-    return {name: reader.past(f"history.{name}", name, raw) for name, raw in lane.history.items()}
+    for fault in contradictions(found):
+        raise reader.fail("", fault)
+    return found
 
 
 @dataclass(frozen=True)
@@ -256,32 +250,10 @@ class _Reader:
         except ValueError:
             raise self.fail(where, f"invalid PEP 440 version {text!r}") from None
 
-    def past(self, where: str, name: str, raw: Any) -> PackageSet:
-        texts = {"source": str, "python": str, "torch": str}
-        self.table(raw, where, texts, {"driver": str, "packages": dict, "wheels": dict, "parked": bool})
-        found = PackageSet(
-            name,
-            self.specifier(f"{where}.python", raw["python"]),
-            self.specifier(f"{where}.torch", raw["torch"]),
-            {n: self.specifier(f"{where}.packages.{n}", str(v)) for n, v in raw.get("packages", {}).items()},
-            **self.wheels(f"{where}.", raw.get("wheels", {}), ()),
-            driver=self.version(f"{where}.driver", raw["driver"]) if "driver" in raw else None,
-            source=raw["source"],
-            parked=raw.get("parked", False),
-        )
-        known = any(wheel.fault for wheel in found.wheels)
-        return found if known else self.consistent(found, where)
-
-    def consistent(self, found: PackageSet, where: str = "") -> PackageSet:
-        """Return the set. Raises PackagesError if a wheel contradicts its torch."""
-        for fault in contradictions(found):
-            raise self.fail(where, fault)
-        return found
-
-    def wheels(self, where: str, raw: Mapping[str, Any], without: Iterable[str]) -> dict[str, Any]:
+    def wheels(self, raw: Mapping[str, Any], without: Iterable[str]) -> dict[str, Any]:
         """Return the fields of a set that its kernel wheels determine. without: those that were given up."""
         left = tuple(str(canonicalize_name(each)) for each in without)
-        wheels = [self.wheel(f"{where}wheels.{name}", name, table) for name, table in raw.items()]
+        wheels = [self.wheel(f"wheels.{name}", name, table) for name, table in raw.items()]
         return {
             "wheels": tuple(wheel for wheel in wheels if wheel.name not in left),
             "without": left,
@@ -289,7 +261,7 @@ class _Reader:
         }
 
     def wheel(self, where: str, name: str, raw: Any) -> KernelWheel:
-        optional: Types = dict.fromkeys(("version", "sha256", "fault", "sdist", "patch"), str)
+        optional: Types = dict.fromkeys(("version", "sha256", "sdist", "patch"), str)
         self.table(raw, where, {"torch": str}, {**optional, "smoke": dict})
         self.version(f"{where}.torch", raw["torch"])
         if raw.get("version"):

@@ -77,7 +77,6 @@ def keeps(version: str, pin: SpecifierSet) -> bool:
 
 
 def requirements_file(root: Path, lane: Lane) -> Path:
-    """Return the path of the file that has the requirements of a lane."""
     return root / (lane.requirements or lanes.PROJECT)
 
 

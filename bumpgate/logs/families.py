@@ -72,7 +72,6 @@ class Family:
 
     @cached_property
     def fact_patterns(self) -> tuple[re.Pattern[str], ...]:
-        """The compiled `facts`."""
         return tuple(map(re.compile, self.facts))
 
 
@@ -96,7 +95,6 @@ class Issue:
 
     @cached_property
     def patterns(self) -> tuple[re.Pattern[str], ...]:
-        """The compiled signature."""
         return tuple(compile_pattern(text)[1] for text in self.signature)
 
     def matches(self, lines: Iterable[str]) -> bool:

@@ -188,7 +188,6 @@ class Reader:
         return number
 
     def see(self, line: str) -> _Seen:
-        """Classify one line."""
         origin = self.prefixes.strip(line)
         rest = line[origin.end :].rstrip("\n").translate(ZERO)
         if "\x1b" in rest:
@@ -376,7 +375,6 @@ class Reader:
         return True
 
     def close(self, event: _Open) -> None:
-        """Count a complete event."""
         if event.match is None:
             if event.alarm:
                 key = event.first.text.translate(ZERO)

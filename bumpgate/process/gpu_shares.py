@@ -48,7 +48,6 @@ def divide(gpus: Sequence[str], count: int, cores: Sequence[int]) -> list[GpuSha
 
 
 def merged(shares: Sequence[GpuShare]) -> GpuShare:
-    """Return the union of shares."""
     cores = sorted(core for share in shares for core in share.cores)
     return GpuShare(tuple(gpu for share in shares for gpu in share.gpus), tuple(cores))
 

@@ -117,7 +117,6 @@ class LaneCall:
         )
 
     def read(self, code: int, seconds: float, timeout: float | None) -> LaneRun:
-        """Read the result of the run."""
         try:
             found: Record | None = read_record(self.record)
         except BumpgateError:

@@ -241,7 +241,6 @@ def plan_times(record: Record, old: Baseline) -> tuple[Baseline, list[BaselineCh
 
 
 def changed_rows(old: Baseline, changes: Iterable[BaselineChange]) -> dict[str, Reviewed]:
-    """Return the rows of a baseline after its changes."""
     rows = {**old.rows, **{c.id: c.new for c in changes if c.new}}
     dropped = {c.id for c in changes if c.new is None}
     return {id: row for id, row in rows.items() if id not in dropped}

@@ -12,7 +12,6 @@ from bumpgate.core.baseline import find_root
 from bumpgate.core.errors import BumpgateError, check_number
 from bumpgate.env.build import build
 from bumpgate.env.lane import LaneContext, smoke_tests
-from bumpgate.env.packages import history
 from bumpgate.env.store import sha256_of
 from bumpgate.wheels import store
 from bumpgate.wheels.audit import Target, WheelFile, audit
@@ -83,8 +82,7 @@ def audit_command(
     if absent:
         raise BumpgateError(f"{absent[0]}: no such wheel file")
     (target,) = targets(context, [torch] if torch else [], python, None)
-    sets = (context.packages, *history(context.declared).values())
-    known = {w.sha256: w.torch for each in sets for w in each.known_wheels if w.sha256}
+    known = {w.sha256: w.torch for w in context.packages.known_wheels if w.sha256}
     smoke = smoke_tests(context.root)
     refused = False
     for path in wheels:

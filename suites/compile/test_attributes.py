@@ -61,13 +61,9 @@ def test_scalar_attributes_keep_their_values(lane: Lane, row) -> None:
     assert sum(path.endswith(".min_bucket") for path in seen) == experts, "every MoE block reads its bucket"
     moved = changed(seen)
     row.count(
-        f"compile/{NAME}-attributes/changed_between_steps",
-        len(moved),
-        expected=0,
-        rule="C8",
-        seen=seen,
+        f"compile/{NAME}-attributes/changed_between_steps", len(moved), expected=0, rule="C8", seen=seen,
         evidence=[f"{path}: {', '.join(sorted(values))}" for path, values in moved.items()],
-    )
+    )  # fmt: skip
 
 
 @lanes("cpu")

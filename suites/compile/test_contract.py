@@ -34,11 +34,9 @@ def test_dynamo_options_at_first_backend_call(lane: Lane, row, canaries) -> None
     first = met[0] if met else {}
     row.exact(
         "compile/contract/dynamo_lines_at_first_compile",
-        ", ".join(f"{name}={value}" for name, value in sorted(first.items())),
-        "config",
-        rule="C1",
+        ", ".join(f"{name}={value}" for name, value in sorted(first.items())), "config", rule="C1",
         seen=calls,
-    )
+    )  # fmt: skip
     stale = [name for name, value in contract.dynamo.items() if any(seen.get(name) != value for seen in met)]
     row.count("compile/contract/dynamo_lines_not_held", stale, expected=0, rule="C1", seen=met)
 

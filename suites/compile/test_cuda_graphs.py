@@ -50,12 +50,9 @@ def test_cuda_graph_replay_equals_eager_forward(lane: Lane, kind: str, row) -> N
             differing += int((found != eager).sum())
             elements += eager.numel()
     row.count(
-        f"compile/nam56r-cuda_graph-{kind.replace(':', '_')}/elements_that_differ",
-        differing,
-        expected=0,
-        rule="C2",
-        seen=elements,
-    )
+        f"compile/nam56r-cuda_graph-{kind.replace(':', '_')}/elements_that_differ", differing, expected=0,
+        rule="C2", seen=elements,
+    )  # fmt: skip
 
 
 @lanes("h200")
@@ -83,13 +80,9 @@ def test_inductor_cuda_graph_skips(lane: Lane, kind: str, row, canaries) -> None
             sum(part.sum() for part in (found if isinstance(found, tuple) else (found,))).backward()
             block.zero_grad(set_to_none=True)
     row.cost(
-        f"compile/nam56r-inductor_cuda_graphs-{kind.replace(':', '_')}/skips",
-        skips.count,
-        "graphs",
-        rule="C2",
-        seen=watch.report.calls,
-        evidence=sorted(set(skips.reasons)),
-    )
+        f"compile/nam56r-inductor_cuda_graphs-{kind.replace(':', '_')}/skips", skips.count, "graphs",
+        rule="C2", seen=watch.report.calls, evidence=sorted(set(skips.reasons)),
+    )  # fmt: skip
 
 
 @lanes("cpu", "h200")

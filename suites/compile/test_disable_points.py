@@ -137,13 +137,9 @@ def test_disable_point_is_one_break(lane: Lane, point: Point, row, canaries) -> 
     assert report.unique_graphs == 2
     without = measure(point, disabled=False)
     row.count(
-        f"compile/disable-{point.name}/graphs_without",
-        without.unique_graphs,
-        expected=point.graphs,
-        rule="C7",
-        seen=without,
-        evidence=[point.why],
-    )
+        f"compile/disable-{point.name}/graphs_without", without.unique_graphs, expected=point.graphs,
+        rule="C7", seen=without, evidence=[point.why],
+    )  # fmt: skip
 
 
 @lanes("cpu")

@@ -207,13 +207,9 @@ def test_clean_form_compiles_to_one_graph(form: Form, row, canaries) -> None:
     canaries(*INSTRUMENTS)
     report = measure(form)
     row.count(
-        f"compile/form-{form.name}/unique_graphs",
-        report.unique_graphs,
-        expected=form.graphs,
-        rule=form.rule,
-        seen=report,
-        evidence=[form.why],
-    )
+        f"compile/form-{form.name}/unique_graphs", report.unique_graphs, expected=form.graphs, rule=form.rule,
+        seen=report, evidence=[form.why],
+    )  # fmt: skip
     assert not report.breaks
 
 
@@ -255,12 +251,9 @@ def test_numbered_layers_stay_below_recompile_limit(row, canaries) -> None:
     canaries(*INSTRUMENTS)
     report = layers()
     row.count(
-        "compile/form-layer_number/unique_graphs",
-        report.unique_graphs,
-        expected=13,
-        rule="C3",
+        "compile/form-layer_number/unique_graphs", report.unique_graphs, expected=13, rule="C3",
         seen=report.calls,
-    )
+    )  # fmt: skip
     row.count(
         "compile/form-layer_number/limit_hits", len(report.failures), expected=0, rule="C3", seen=report.calls
     )

@@ -30,13 +30,9 @@ def test_forward_reads_nothing_on_the_host(lane: Lane, policy: str, row, canarie
         # Inductor turns a captured read into C++ that the profiler does not see, so the graphs are checked too.
         sites = [site for graph in hybrid.report().graphs for site in graph.host_reads]
     row.count(
-        f"compile/nam12-{policy}/host_syncs",
-        tally["syncs"] + len(sites),
-        expected=0,
-        rule="C2",
-        seen=tally["ops"],
-        evidence=[f"read at {site}" for site in sites],
-    )
+        f"compile/nam12-{policy}/host_syncs", tally["syncs"] + len(sites), expected=0, rule="C2",
+        seen=tally["ops"], evidence=[f"read at {site}" for site in sites],
+    )  # fmt: skip
 
 
 @lanes("h200")
@@ -53,13 +49,9 @@ def test_training_step_has_no_device_sync(lane: Lane, name: str, policy: str, ro
             train_step(hybrid.compiled, optimizer, ids)
         calls = hybrid.report().calls
     row.count(
-        f"compile/{name}-{policy}/device_syncs",
-        len(found),
-        expected=0,
-        rule="C2",
-        seen=len(hybrid.model.blocks) if policy == "eager" else calls,
-        evidence=sorted(set(found)),
-    )
+        f"compile/{name}-{policy}/device_syncs", len(found), expected=0, rule="C2",
+        seen=len(hybrid.model.blocks) if policy == "eager" else calls, evidence=sorted(set(found)),
+    )  # fmt: skip
 
 
 @lanes("h200")

@@ -49,24 +49,16 @@ def test_guard_miss_recompiles_only_its_region(row, canaries) -> None:
             graphs, ops[policy], causes = graphs_after_a_miss_in_one_expert_block(hybrid)
             calls = hybrid.report().calls
         row.count(
-            f"compile/nam52-{policy}-guard_miss/graphs_recompiled",
-            graphs,
-            expected=1,
-            rule="C13",
-            seen=calls,
-            evidence=[f"{ops[policy]} operators", *causes],
-        )
+            f"compile/nam52-{policy}-guard_miss/graphs_recompiled", graphs, expected=1, rule="C13",
+            seen=calls, evidence=[f"{ops[policy]} operators", *causes],
+        )  # fmt: skip
         if policy == "regional":
             assert causes
             assert all("moe.py" in cause for cause in causes), causes
     row.bound(
-        "compile/nam52-guard_miss/operators_regional_over_whole",
-        ops["regional"] / ops["whole_opaque"],
-        "ratio",
-        at_most=2 / 52,
-        rule="C13",
-        seen=ops["whole_opaque"],
-    )
+        "compile/nam52-guard_miss/operators_regional_over_whole", ops["regional"] / ops["whole_opaque"],
+        "ratio", at_most=2 / 52, rule="C13", seen=ops["whole_opaque"],
+    )  # fmt: skip
 
 
 @planted("C13", "one graph for the whole model")

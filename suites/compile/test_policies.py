@@ -50,13 +50,10 @@ def test_counts(lane: Lane, name: str, policy: str, row, canaries) -> None:
         ("unique_graphs", report.unique_graphs),
     ):
         row.count(
-            f"{case}/{metric}",
-            value,
-            expected=getattr(want, metric),
-            rule="C6" if metric in ("graph_breaks", "eager_islands") else "C13",
-            seen=witness,
+            f"{case}/{metric}", value, expected=getattr(want, metric),
+            rule="C6" if metric in ("graph_breaks", "eager_islands") else "C13", seen=witness,
             evidence=report.evidence(),
-        )
+        )  # fmt: skip
     if policy != "eager":
         row.cost(
             f"{case}/guard_count", report.guards, "count", tolerance=0.1, rule="C9", seen=report.unique_graphs

@@ -66,11 +66,7 @@ def test_compiled_overflow_count_equals_eager(lane: Lane, row, canaries) -> None
         graphs = hybrid.report().unique_graphs
     saved = [key for key in hybrid.model.state_dict() if "overflow" in key]
     row.bound(
-        "compile/nam12-regional-tight/overflow_count_difference",
-        counted - known,
-        "pairs",
-        expected=0,
-        rule="C8",
-        seen=known,
-    )
+        "compile/nam12-regional-tight/overflow_count_difference", counted - known, "pairs", expected=0,
+        rule="C8", seen=known,
+    )  # fmt: skip
     row.count("compile/nam12-regional-tight/saved_counters", saved, expected=0, rule="C8", seen=graphs)

@@ -19,11 +19,6 @@ def test_regression(lane: Lane, row, case: Case) -> None:
     reset_dynamo()
     found = case.signature()
     row.defect(
-        case.row,
-        bool(found),
-        known_in=case.known_in,
-        reason=f"{case.title} ({case.link})",
-        rule="R1",
-        seen=1,
-        evidence=found,
-    )
+        case.row, bool(found), known_in=case.known_in, reason=f"{case.title} ({case.link})", rule="R1",
+        seen=1, evidence=found,
+    )  # fmt: skip

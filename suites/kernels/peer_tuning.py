@@ -93,7 +93,6 @@ def peer_packages(name: str) -> tuple[str, ...]:
 
 
 def op_of(case: str) -> str:
-    """Return the op of a timed case."""
     return case.partition("-")[0]
 
 

@@ -50,16 +50,10 @@ def test_first_call(lane: Lane, name: str, row, tmp_path: Path) -> None:
         "suites.kernels.model_shapes", name, environment={"TRITON_CACHE_DIR": str(tmp_path)}, timeout=SECONDS
     )
     row.cost(
-        f"kernels/{name}/first_call_cpu_seconds",
-        call["cpu_seconds"],
-        "s",
-        tolerance=FIRST_CALL_TOLERANCE,
-        bound="compiler",
-        measured=call["host"],
-        rule="C37",
-        seen=call["kernels"],
+        f"kernels/{name}/first_call_cpu_seconds", call["cpu_seconds"], "s", tolerance=FIRST_CALL_TOLERANCE,
+        bound="compiler", measured=call["host"], rule="C37", seen=call["kernels"],
         evidence=[f"{call['kernels']} kernels compiled"],
-    )
+    )  # fmt: skip
     keep(tmp_path, Path(os.environ["TRITON_CACHE_DIR"]))
 
 

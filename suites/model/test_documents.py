@@ -40,14 +40,10 @@ def test_second_document_does_not_depend_on_the_first(lane: Lane, name: str, mix
         "the first document must change, or the test shows nothing"
     )
     row.bound(
-        f"model/{name}-{mixer}/document_leak",
-        float((packed - alone).abs().max()),
-        "logits",
-        at_most=1e-10,
-        rule="C36",
-        seen=packed.numel(),
+        f"model/{name}-{mixer}/document_leak", float((packed - alone).abs().max()), "logits", at_most=1e-10,
+        rule="C36", seen=packed.numel(),
         evidence=("fp64: what is left is the order of sums over a longer row",),
-    )
+    )  # fmt: skip
     assert torch.equal(changed[:, SPLIT:], packed), "a change in document 1 changed document 2"
     assert model.overflow() == 0
 

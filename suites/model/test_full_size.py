@@ -29,14 +29,9 @@ def test_full_size_step_fits_in_memory(lane: Lane, name: str, row) -> None:
     assert abs(loss - math.log(config.vocab_size)) < 3
     assert not missing, missing
     row.cost(
-        f"model/{name}-full-{BATCH}x{config.seq_len}/peak_memory_bytes",
-        peak,
-        "bytes",
-        tolerance=0.02,
-        rule="C37",
-        seen=parameters,
-        evidence=[f"{parameters / 1e9:.2f}e9 parameters, loss {loss:.3f}"],
-    )
+        f"model/{name}-full-{BATCH}x{config.seq_len}/peak_memory_bytes", peak, "bytes", tolerance=0.02,
+        rule="C37", seen=parameters, evidence=[f"{parameters / 1e9:.2f}e9 parameters, loss {loss:.3f}"],
+    )  # fmt: skip
 
 
 def forward_and_backward(config: HybridConfig) -> tuple[float, int, int, list[str]]:

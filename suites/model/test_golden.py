@@ -24,13 +24,9 @@ def test_blocks_and_presets_equal_their_golden_results(lane: Lane, row) -> None:
         agreeing, compared = agreeing + (not lines), compared + sum(t.numel() for t in found.values())
         faults += lines
     row.count(
-        f"model/golden-{lane.name}/subjects",
-        agreeing,
-        expected=len(subjects()),
-        rule="C35",
-        seen=compared,
+        f"model/golden-{lane.name}/subjects", agreeing, expected=len(subjects()), rule="C35", seen=compared,
         evidence=faults,
-    )
+    )  # fmt: skip
 
 
 @lanes("cpu")

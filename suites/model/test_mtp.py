@@ -177,11 +177,7 @@ def test_mtp_is_one_graph_for_all_steps(lane: Lane, row, canaries) -> None:
         graphs[steps] = report.unique_graphs + len(report.breaks)
         calls += report.calls
     row.count(
-        f"model/mtp-{lane.name}/graphs",
-        max(graphs.values()),
-        expected=1,
-        rule="C27",
-        seen=calls,
+        f"model/mtp-{lane.name}/graphs", max(graphs.values()), expected=1, rule="C27", seen=calls,
         evidence=[f"{steps} steps: {n} graphs and breaks" for steps, n in graphs.items()],
-    )
+    )  # fmt: skip
     assert min(graphs.values()) == 1

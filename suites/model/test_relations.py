@@ -110,14 +110,10 @@ def test_graph_does_not_grow_with_the_chunks(lane: Lane, row, canaries) -> None:
     ]
     assert pairs[1] > 3 * pairs[0], "the pair loop must show"
     row.bound(
-        f"model/relations-{lane.name}/operators_for_36_more_chunks",
-        many - few,
-        "operators",
-        expected=0,
-        rule="X5",
-        seen=few,
+        f"model/relations-{lane.name}/operators_for_36_more_chunks", many - few, "operators", expected=0,
+        rule="X5", seen=few,
         evidence=(f"one relation by pairs: {pairs[0]} operators for 4 chunks, {pairs[1]} for 8",),
-    )
+    )  # fmt: skip
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float) -> Tensor:

@@ -113,11 +113,8 @@ def test_one_graph_for_every_presence(lane: Lane, row, canaries) -> None:
             reports[name] = watch.refresh()
     assert reports["list"].unique_graphs > 5, "the known-bad form must show"
     row.count(
-        f"model/structure-{lane.name}/graphs_over_32_presences",
-        reports["static"].unique_graphs,
-        expected=1,
-        rule="X4",
-        seen=reports["static"].calls,
+        f"model/structure-{lane.name}/graphs_over_32_presences", reports["static"].unique_graphs, expected=1,
+        rule="X4", seen=reports["static"].calls,
         evidence=(f"a Python list of components: {reports['list'].unique_graphs} graphs",),
-    )
+    )  # fmt: skip
     assert reports["static"].calls == len(patterns) == 32

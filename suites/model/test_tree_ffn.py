@@ -119,11 +119,6 @@ def test_work_grows_linearly_with_tokens(lane: Lane, row) -> None:
     exponent = {name: math.log(b / a) / math.log(long / short) for name, (a, b) in counted.items()}
     assert exponent["masks"] > 1.2, "the masks must show"
     row.bound(
-        f"model/tree_ffn-{lane.name}/flop_exponent",
-        exponent["ours"],
-        "exponent of T",
-        at_most=1.2,
-        rule="X5",
-        seen=counted["ours"][1],
-        evidence=(f"membership masks: {exponent['masks']:.2f}",),
-    )
+        f"model/tree_ffn-{lane.name}/flop_exponent", exponent["ours"], "exponent of T", at_most=1.2,
+        rule="X5", seen=counted["ours"][1], evidence=(f"membership masks: {exponent['masks']:.2f}",),
+    )  # fmt: skip

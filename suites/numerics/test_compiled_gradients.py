@@ -98,19 +98,10 @@ def test_compiled_gradient_error_ratio(lane: Lane, name: str, policy: str, row, 
     ratios = error_ratios(kept, floor)
     worst = name_of_largest(ratios)
     row.bound(
-        f"numerics/{name}-{policy}/worst_gradient_error_ratio",
-        ratios[worst],
-        "ratio",
-        at_most=FACTOR,
-        rule="C36",
-        seen=calls,
-        evidence=(f"worst of {len(ratios)} kinds: {worst}",),
-    )
+        f"numerics/{name}-{policy}/worst_gradient_error_ratio", ratios[worst], "ratio", at_most=FACTOR,
+        rule="C36", seen=calls, evidence=(f"worst of {len(ratios)} kinds: {worst}",),
+    )  # fmt: skip
     row.count(
-        f"numerics/{name}-{policy}/non_finite_gradients",
-        len(non_finite),
-        expected=0,
-        rule="C33",
-        seen=ratios,
-        evidence=sorted(non_finite)[:5],
-    )
+        f"numerics/{name}-{policy}/non_finite_gradients", len(non_finite), expected=0, rule="C33",
+        seen=ratios, evidence=sorted(non_finite)[:5],
+    )  # fmt: skip

@@ -123,14 +123,9 @@ POLICY = {"cpu": "eager", "cuda": "regional"}
 def test_loss_does_not_explode(lane: Lane, row) -> None:
     found = losses(lane.device, POLICY[lane.device])
     row.bound(
-        "numerics/cancelling_experts-four_steps/largest_loss",
-        largest(found),
-        "nats",
-        at_most=LARGEST_LOSS,
-        rule="C33",
-        seen=found,
-        evidence=[" -> ".join(f"{loss:.4g}" for loss in found)],
-    )
+        "numerics/cancelling_experts-four_steps/largest_loss", largest(found), "nats", at_most=LARGEST_LOSS,
+        rule="C33", seen=found, evidence=[" -> ".join(f"{loss:.4g}" for loss in found)],
+    )  # fmt: skip
 
 
 def exploded(found: list[float], limit: float) -> bool:
@@ -189,11 +184,6 @@ def test_combine_at_full_size(lane: Lane, row) -> None:
     torch.cuda.empty_cache()
     assert errors["fp32 atomics"] < BOUND < errors["bf16 atomics"] / 100
     row.bound(
-        "numerics/moe_combine-nam52-full/error_before_cast",
-        errors["op"],
-        "ratio",
-        at_most=BOUND,
-        rule="C33",
-        seen=assignments,
-        evidence=[f"{name}: {error:.1e}" for name, error in errors.items()],
-    )
+        "numerics/moe_combine-nam52-full/error_before_cast", errors["op"], "ratio", at_most=BOUND, rule="C33",
+        seen=assignments, evidence=[f"{name}: {error:.1e}" for name, error in errors.items()],
+    )  # fmt: skip

@@ -125,7 +125,6 @@ class Fault:
     unseen: Sequence[int] = ()
 
     def planted(self, arguments: Named) -> Named:
-        """Return the arguments with the fault."""
         return arguments | {n: v(arguments[n]) if callable(v) else v for n, v in self.change.items()}
 
 
@@ -177,16 +176,13 @@ class Comparison:
         return self.other or self.exact
 
     def draw(self, case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Named:
-        """Return the arguments of a case."""
         return self.inputs(**case.inputs, dtype=dtype, device=device, seed=seed) | dict(case.options)
 
     @property
     def trains(self) -> bool:
-        """Whether the function has gradients."""
         return not all(metric.startswith("forward") for metric in self.rows)
 
     def example(self, seed: int) -> Named:
-        """Return the arguments of the last case in fp32."""
         return self.draw([*self.cases.values()][-1], torch.float32, seed=seed)
 
     def run(self, arguments: Named) -> Outputs:
@@ -205,7 +201,6 @@ class Comparison:
         )
 
     def named(self, outputs: Outputs, grads: Named) -> Named:
-        """Return the floating-point outputs by index, and the gradients by input."""
         return {str(i): t for i, t in enumerate(self.compared(outputs)) if not _is_integer(t)} | grads
 
     def errors(self, case: Case, dtype: torch.dtype, device: str) -> tuple[Named, Named, Named]:
@@ -317,7 +312,6 @@ class OpSpec:
         return partial(self.run, impl="naive")
 
     def named(self, **sizes: Any) -> Named:
-        """Return inputs by name."""
         return by_name(self.names, self.inputs(**sizes))
 
 
@@ -485,7 +479,6 @@ def scan_dtypes(inputs: Named, dtype: torch.dtype, device: str, narrow: Sequence
 
 
 def on_circle(angle: Tensor) -> Tensor:
-    """Return the point at an angle."""
     return torch.polar(torch.ones_like(angle), angle)
 
 
@@ -651,7 +644,6 @@ class KernelOp:
         ]
 
     def example(self, dtype: str, *sizes: Any, **inputs: Any) -> Named:
-        """Return the arguments of one case."""
         return self.arguments(dtype, KernelCase(sizes, inputs=inputs))[0]
 
     def _with_gradients(self, arguments: Named) -> Named:

@@ -201,13 +201,9 @@ def test_no_torchscript(lane: Lane, row) -> None:
     warned = (Path(__file__), ROOT / "fixtures" / "logs" / "healthy" / "deprecated.py")
     found = {path: uses for path in files if path not in warned and (uses := scripted(path.read_text()))}
     row.count(
-        "release/torchscript/uses",
-        sum(map(len, found.values())),
-        expected=0,
-        rule="R1",
-        seen=files,
+        "release/torchscript/uses", sum(map(len, found.values())), expected=0, rule="R1", seen=files,
         evidence=[f"{path.relative_to(ROOT)}: {', '.join(uses)}" for path, uses in found.items()],
-    )
+    )  # fmt: skip
     for source in ("import torch\ntorch.jit.script(f)", "from torch import jit", "import torch.jit as j"):
         assert scripted(source), source
 
@@ -220,13 +216,9 @@ def test_torchscript_warns_of_its_deprecation(lane: Lane, row) -> None:
         torch.jit.script(nn.ReLU())
     warned = [w for w in caught if "torch.jit.script` is deprecated" in str(w.message)]
     row.exact(
-        "release/torchscript/deprecation_category",
-        warned[0].category.__name__ if warned else "none",
-        "category",
-        rule="R1",
-        seen=1 + len(caught),
-        evidence=[str(w.message) for w in warned],
-    )
+        "release/torchscript/deprecation_category", warned[0].category.__name__ if warned else "none",
+        "category", rule="R1", seen=1 + len(caught), evidence=[str(w.message) for w in warned],
+    )  # fmt: skip
 
 
 @lanes("h200")
@@ -276,14 +268,10 @@ def test_time_of_batched_eigh(lane: Lane, row, exclusive_machine) -> None:
     ways = [lambda: torch.linalg.eigh(a), lambda: [torch.linalg.eigh(matrix) for matrix in a]]
     together, one_by_one = (median(times) for times in alternately(ways))
     row.bound(
-        "release/batched_eigh/time_over_one_by_one",
-        together.median / one_by_one.median,
-        "ratio",
-        at_most=0.2,
-        rule="R1",
-        seen=CALLS,
+        "release/batched_eigh/time_over_one_by_one", together.median / one_by_one.median, "ratio",
+        at_most=0.2, rule="R1", seen=CALLS,
         evidence=[f"{len(a)} matrices: {together.median:.3f} ms, one by one {one_by_one.median:.3f} ms"],
-    )
+    )  # fmt: skip
 
 
 @lanes("h200")
@@ -361,12 +349,9 @@ def parked(items: dict[str, tuple[bool, str]]) -> list[str]:
 def test_parked_items_lack_their_device(lane: Lane, row) -> None:
     """The row counts what is not shown. An item whose device is present may not stay parked."""
     row.count(
-        "release/parked/items_not_shown",
-        len(parked(NOT_SHOWN)),
-        expected=len(NOT_SHOWN),
-        rule="R1",
+        "release/parked/items_not_shown", len(parked(NOT_SHOWN)), expected=len(NOT_SHOWN), rule="R1",
         seen=NOT_SHOWN,
         evidence=[f"not shown: {name}: needs {needs}" for name, (_, needs) in NOT_SHOWN.items()],
-    )
+    )  # fmt: skip
     on_a_mac = {**NOT_SHOWN, "MPS Metal-4 shaders": (True, "macOS 26")}
     assert len(parked(on_a_mac)) == len(NOT_SHOWN) - 1

@@ -117,12 +117,10 @@ def multiplied() -> Rate:
 
 
 def copy_rate() -> float:
-    """Return the median of copied()."""
     return copied().median
 
 
 def matmul_rate() -> float:
-    """Return the median of multiplied()."""
     return multiplied().median
 
 

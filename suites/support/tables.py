@@ -10,12 +10,10 @@ from bumpgate.core.rows import write_atomic
 
 
 def line(cells: Iterable[str]) -> str:
-    """Format one line of a table."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Format the lines of a table."""
     return [line(cells) for cells in (head, ("---",) * len(head), *rows)]
 
 

@@ -87,7 +87,6 @@ class FullSize:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of one step."""
         return self.batches[0].numel()
 
     def first_step(self) -> float:
@@ -164,7 +163,6 @@ class DeviceWork(NamedTuple):
 
 
 def device_work(step: Callable[[], object]) -> DeviceWork:
-    """Trace one call."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         step()
         torch.cuda.synchronize()
@@ -174,7 +172,6 @@ def device_work(step: Callable[[], object]) -> DeviceWork:
 
 
 def report_device_time(row: RowRecorder, case: str, work: DeviceWork, evidence: str) -> None:
-    """Report the device time of a step."""
     about = {"tolerance": TOLERANCE["device"], "bound": DEVICE_BOUND, "rule": "C37", "seen": work.kernels}
     row.cost(f"{case}/device_milliseconds_per_step", work.milliseconds, "ms", evidence=[evidence], **about)
 

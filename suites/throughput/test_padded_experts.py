@@ -112,15 +112,11 @@ def test_padded_against_grouped_experts(lane: Lane, name: str, row, exclusive_ma
     case = f"throughput/{name}-full-experts"
     for metric, timings in (("layer", layer), ("products", products)):
         row.cost(
-            f"{case}/{metric}_padded_over_grouped",
-            timings["padded"].median / timings["grouped"].median,
-            "ratio",
-            tolerance=TOLERANCE["ratio"],
-            bound=DEVICE_BOUND,
-            **shared,
+            f"{case}/{metric}_padded_over_grouped", timings["padded"].median / timings["grouped"].median,
+            "ratio", tolerance=TOLERANCE["ratio"], bound=DEVICE_BOUND, **shared,
             evidence=[f"outputs differ by {difference:.1e}"],
             own=f"throughput/{name}-full-experts-padded/{metric}_milliseconds",
-        )
+        )  # fmt: skip
     slots, assignments = rows.shape[0] * rows.shape[1], experts.expert.numel()
     evidence = [f"{slots / assignments - 1:.1%} more than the {assignments} assignments"]
     for metric, found, expected, seen in (

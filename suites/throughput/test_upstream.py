@@ -111,16 +111,11 @@ def test_own_ops_against_their_peers(lane: Lane, name: str, row, exclusive_machi
     shared = {"rule": "C37", "seen": called}
     row.cost(f"{case}/peak_memory_bytes", peak, "bytes", tolerance=TOLERANCE["peak"], **shared)
     row.timed(
-        f"{case}/speedup_over_upstream",
-        median([theirs / mine for mine, theirs in zip(ours, peers)]),
-        "ratio",
-        better="higher",
-        tolerance=HOST_TOLERANCE[name],
-        bound=HOST_BOUND[name],
-        at_least=1.0,
+        f"{case}/speedup_over_upstream", median([theirs / mine for mine, theirs in zip(ours, peers)]),
+        "ratio", better="higher", tolerance=HOST_TOLERANCE[name], bound=HOST_BOUND[name], at_least=1.0,
         evidence=[f"ours {median(ours).median:.1f} ms, peers {median(peers).median:.1f} ms, in turn"],
         **shared,
-    )
+    )  # fmt: skip
     speedup = peers_work.milliseconds / work.milliseconds
     evidence = [f"on the device: ours {work.milliseconds:.1f} ms, peers {peers_work.milliseconds:.1f} ms"]
     row.bound(

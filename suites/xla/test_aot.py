@@ -61,11 +61,9 @@ def test_train_step_compiles_for_four_chips(row) -> None:
     report(row, "small-moe-v6e-2x2", found, rule="X9")
     row.exact(
         "aot/small-moe-v6e-2x2/collectives",
-        ", ".join(f"{count} {kind}" for kind, count in sorted(found["collectives"].items())),
-        "kinds",
-        seen=sum(found["collectives"].values()),
-        rule="X9",
-    )
+        ", ".join(f"{count} {kind}" for kind, count in sorted(found["collectives"].items())), "kinds",
+        seen=sum(found["collectives"].values()), rule="X9",
+    )  # fmt: skip
     assert found["collectives"]["all-reduce"] > 0, "gradients over the data axis are summed"
 
 
@@ -77,13 +75,9 @@ def test_program_over_memory_budget_fails_to_compile(row, one_chip) -> None:
     available = re.search(r"available HBM \(([\d.]+)G\)|of ([\d.]+)G hbm", refusal)
     assert available, refusal
     row.exact(
-        "aot/over-budget/available_gib",
-        float(available[1] or available[2]),
-        "GiB",
-        seen=one_chip["refusals"],
-        rule="X12",
-        evidence=[refusal[:300]],
-    )
+        "aot/over-budget/available_gib", float(available[1] or available[2]), "GiB",
+        seen=one_chip["refusals"], rule="X12", evidence=[refusal[:300]],
+    )  # fmt: skip
 
 
 def test_opcodes_are_read_from_a_dump() -> None:

@@ -66,13 +66,9 @@ def test_libtpu_accepts_exactly_the_flags_of_its_table(row) -> None:
     assert refusals[REMOVED], "a client that accepts everything"
     accepted = [flag for flag in names if not refusals[flag]]
     row.exact(
-        "libtpu/flags/accepted",
-        " ".join(accepted),
-        "names",
-        seen=accepted,
-        rule="X11",
+        "libtpu/flags/accepted", " ".join(accepted), "names", seen=accepted, rule="X11",
         evidence=[f"{flag}: {words}" for flag, words in refusals.items() if words],
-    )
+    )  # fmt: skip
     table = libtpu.FLAGS.get(libtpu.installed())
     assert table is None or accepted == [flag for flag in names if table[flag]]
 
@@ -82,14 +78,9 @@ def test_pinned_libtpu_is_installed_and_recorded(row) -> None:
     version = libtpu.installed()
     libtpu.check_pinned(version, pinned())
     row.bound(
-        "libtpu/pinned/installed",
-        version,
-        "version",
-        expected=pinned(),
-        seen=xla_versions().count(f"libtpu {version} "),
-        rule="X11",
-        evidence=[xla_versions()],
-    )
+        "libtpu/pinned/installed", version, "version", expected=pinned(),
+        seen=xla_versions().count(f"libtpu {version} "), rule="X11", evidence=[xla_versions()],
+    )  # fmt: skip
 
 
 @planted("X11", "two versions of libtpu are taken for equal")

@@ -58,22 +58,14 @@ def test_mesh_agrees_with_eager(name: str, row) -> None:
     for value in (math.nan, math.inf):
         assert not largest_difference([*found["losses"][:-1], value], eager) <= LOSS_DIFFERENCE
     row.bound(
-        f"meshes/{name}/loss_difference",
-        largest_difference(found["losses"], eager),
-        "nats",
-        at_most=LOSS_DIFFERENCE,
-        seen=executions,
-        rule="X9",
+        f"meshes/{name}/loss_difference", largest_difference(found["losses"], eager), "nats",
+        at_most=LOSS_DIFFERENCE, seen=executions, rule="X9",
         evidence=[*counts, f"losses {found['losses']}, eager {eager}"],
-    )
+    )  # fmt: skip
     row.count(
-        f"meshes/{name}/compiles",
-        compiles,
-        expected=PROGRAMS,
-        seen=executions // STEPS,
-        rule="X9",
+        f"meshes/{name}/compiles", compiles, expected=PROGRAMS, seen=executions // STEPS, rule="X9",
         evidence=counts,
-    )
+    )  # fmt: skip
     axes, plan = tuple(name.split("-")), sharding.plan(build(small_moe()))
     wrong = [
         f"{path}: {found['specs'][path]}, derived {expected}"
@@ -81,13 +73,9 @@ def test_mesh_agrees_with_eager(name: str, row) -> None:
         if found["specs"][path] != (expected := spec_text(found["shape"], axes, spec))
     ]
     row.count(
-        f"meshes/{name}/annotations_wrong",
-        len(wrong),
-        expected=0,
-        seen=found["specs"],
-        rule="X9",
+        f"meshes/{name}/annotations_wrong", len(wrong), expected=0, seen=found["specs"], rule="X9",
         evidence=wrong or [f"receipt {found['receipt']}"],
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.fresh_process

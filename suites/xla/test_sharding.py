@@ -40,13 +40,10 @@ def audit() -> dict[str, Any]:
 def test_every_parameter_is_annotated(row, audit: dict[str, Any]) -> None:
     receipt = audit["receipt"]
     row.count(
-        "sharding/everything-on/unannotated",
-        len(audit["after"]),
-        expected=0,
-        seen=min(audit["before"], receipt["cut"], audit["states"]),
-        rule="X14",
+        "sharding/everything-on/unannotated", len(audit["after"]), expected=0,
+        seen=min(audit["before"], receipt["cut"], audit["states"]), rule="X14",
         evidence=[*audit["after"], f"before: {audit['before']}", f"receipt {receipt}"],
-    )
+    )  # fmt: skip
     assert audit["planted"] == ["blocks.0.block.engram.mix"], "what surgery replaced has none, and is found"
     assert "1 parameters without an annotation: blocks.0.block.engram.mix" in audit["refusal"]
 
@@ -55,13 +52,9 @@ def test_every_parameter_is_annotated(row, audit: dict[str, Any]) -> None:
 def test_fingerprint_covers_the_annotations(row, audit: dict[str, Any]) -> None:
     assert audit["receipt"] == audit["again"]
     row.exact(
-        "sharding/everything-on/fingerprint",
-        audit["receipt"]["fingerprint"],
-        "hash",
-        seen=audit["receipt"]["cut"],
-        rule="X14",
-        evidence=[f"receipt {audit['receipt']}"],
-    )
+        "sharding/everything-on/fingerprint", audit["receipt"]["fingerprint"], "hash",
+        seen=audit["receipt"]["cut"], rule="X14", evidence=[f"receipt {audit['receipt']}"],
+    )  # fmt: skip
 
 
 @pytest.mark.fresh_process
@@ -71,14 +64,9 @@ def test_metrics_are_proved_to_be_global(row, audit: dict[str, Any]) -> None:
     found = audit["reductions"]
     devices, refused = found["devices"], found["refusals"]
     row.bound(
-        "sharding/metrics/sum_over_devices",
-        found["sum"],
-        "sum",
-        expected=float(sum(range(devices))),
-        seen=devices - 1,
-        rule="X14",
-        evidence=[f"{name}: {words}" for name, words in refused.items()],
-    )
+        "sharding/metrics/sum_over_devices", found["sum"], "sum", expected=float(sum(range(devices))),
+        seen=devices - 1, rule="X14", evidence=[f"{name}: {words}" for name, words in refused.items()],
+    )  # fmt: skip
     local = f"the reduction covered 1 of {devices} parts"
     assert local in refused["swallowed"]
     assert local in refused["stock"], (
@@ -93,13 +81,9 @@ def test_missing_memory_reading_under_spmd_raises(row, audit: dict[str, Any]) ->
     loud = [VIRTUAL in readings["SPMD:0"], PHYSICAL in readings["physical"]]
     loud += [] if readings["has_binding"] else ["has no _xla_runtime_memory_info" in readings["binding"]]
     row.count(
-        "sharding/memory/loud_refusals",
-        sum(loud),
-        expected=len(loud),
-        seen=loud,
-        rule="X12",
+        "sharding/memory/loud_refusals", sum(loud), expected=len(loud), seen=loud, rule="X12",
         evidence=[f"{name}: {words}" for name, words in readings.items()],
-    )
+    )  # fmt: skip
 
 
 @planted("X12", "zero returned silently")

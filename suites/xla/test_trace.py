@@ -117,15 +117,9 @@ def test_host_read_of_each_incident_is_refused(incident: Callable[..., Tensor], 
     torch_xla.sync()
     where = refused_by_tracer(lambda: incident(doc_ids, x))
     row.bound(
-        f"xla/incident-{incident.__name__}/refused",
-        where.rpartition("/")[2].startswith("test_trace.py"),
-        "bool",
-        expected=True,
-        seen=[where],
-        rule="X3",
-        evidence=[where],
-        instruments=["xla_no_execution"],
-    )
+        f"xla/incident-{incident.__name__}/refused", where.rpartition("/")[2].startswith("test_trace.py"),
+        "bool", expected=True, seen=[where], rule="X3", evidence=[where], instruments=["xla_no_execution"],
+    )  # fmt: skip
 
 
 def presences() -> list[list[Tensor | None]]:
@@ -152,7 +146,6 @@ def test_every_presence_of_columns_is_one_program(row, canaries) -> None:
 
 
 def chunk_tables(C: int) -> Features:
-    """Return tables of C chunks and C edges, on the device."""
     config = preset("nam12", "narrow", tree=TreeConfig(chunks=C, edges=C, width=16))
     known = program(config, 2, (0, TOKENS, 1))
     return Features(*(t.to(torch_xla.device()) for t in known))

@@ -92,14 +92,11 @@ def test_cache_is_hit_after_a_restart(row, cold_and_warm) -> None:
     assert warm.log.count(DESERIALIZE) == failures, "a failure with another message"
     found = (warm.result["PersistentCacheHit"] or 0, failures, warm.result["compiles"] == 0)
     row.defect(
-        "xla/persistent_cache/defect",
-        is_wrong(found, wrong=(0, keys, False), right=(keys, 0, True)),
+        "xla/persistent_cache/defect", is_wrong(found, wrong=(0, keys, False), right=(keys, 0, True)),
         known_in=KNOWN_IN,
         reason=f"{CACHE_ISSUE}: the cache is written, and loading calls a method that no client has",
-        seen=keys,
-        rule="X1",
-        evidence=[line for line in warm.log.splitlines() if DESERIALIZE in line][:1],
-    )
+        seen=keys, rule="X1", evidence=[line for line in warm.log.splitlines() if DESERIALIZE in line][:1],
+    )  # fmt: skip
 
 
 @planted("X1", "a process that makes other keys")
@@ -131,12 +128,9 @@ def test_cache_is_hit_after_a_restart_on_a_tpu(row, tmp_path: Path) -> None:
     keys = cold.result["PersistentCacheMiss"]
     row.defect(
         "xla/persistent_cache_tpu/defect",
-        is_wrong(warm.result["PersistentCacheHit"] or 0, wrong=0, right=keys),
-        known_in=KNOWN_IN,
-        reason=CACHE_ISSUE,
-        seen=keys,
-        rule="X1",
-    )
+        is_wrong(warm.result["PersistentCacheHit"] or 0, wrong=0, right=keys), known_in=KNOWN_IN,
+        reason=CACHE_ISSUE, seen=keys, rule="X1",
+    )  # fmt: skip
 
 
 def jax_cached(directory: Path, change: str = "") -> Child:
@@ -147,13 +141,10 @@ def jax_cached(directory: Path, change: str = "") -> Child:
 def test_jax_cache_is_hit_in_a_fresh_process(row, tmp_path: Path) -> None:
     cold, warm = (jax_cached(tmp_path) for _ in range(2))
     row.count(
-        "xla/jax_cache/hits_after_restart",
-        warm.result["hits"],
-        expected=cold.result["misses"],
-        seen=len(list(tmp_path.iterdir())),
-        rule="X1",
+        "xla/jax_cache/hits_after_restart", warm.result["hits"], expected=cold.result["misses"],
+        seen=len(list(tmp_path.iterdir())), rule="X1",
         evidence=[f"cold {cold.result}", f"warm {warm.result}"],
-    )
+    )  # fmt: skip
 
     changed = {change: jax_cached(tmp_path, change).result for change in JAX_CHANGES}
     assert changed["topology"]["devices"] > warm.result["devices"]
@@ -205,14 +196,9 @@ DEFECTS = {
 def test_program_gives_the_result_of_the_cpu(row, defects, name: str) -> None:
     (rule, reason), (found, wrong, right) = DEFECTS[name], defects[name]
     row.defect(
-        f"xla/{name}/defect",
-        is_wrong(found, wrong, right),
-        known_in=KNOWN_IN,
-        reason=reason,
-        seen=[right],
-        rule=rule,
-        evidence=[found],
-    )
+        f"xla/{name}/defect", is_wrong(found, wrong, right), known_in=KNOWN_IN, reason=reason, seen=[right],
+        rule=rule, evidence=[found],
+    )  # fmt: skip
 
 
 @pytest.mark.measured_on(PJRT_CPU)
@@ -221,10 +207,7 @@ def test_grouped_mm_does_not_crash(row) -> None:
     crashed = child.code == -signal.SIGSEGV
     row.defect(
         "xla/grouped_mm_crash/defect",
-        crashed or is_wrong(child.result, wrong=None, right={"sum": 4 * 16 * 16.0}),
-        known_in=KNOWN_IN,
-        reason="_grouped_mm has no XLA kernel and no fallback: segmentation fault",
-        seen=[child.code],
-        rule="R1",
-        evidence=[f"exit {child.code}"],
-    )
+        crashed or is_wrong(child.result, wrong=None, right={"sum": 4 * 16 * 16.0}), known_in=KNOWN_IN,
+        reason="_grouped_mm has no XLA kernel and no fallback: segmentation fault", seen=[child.code],
+        rule="R1", evidence=[f"exit {child.code}"],
+    )  # fmt: skip

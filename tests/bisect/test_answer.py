@@ -11,7 +11,7 @@ from rich.console import Console
 from bumpgate.bisect.answer import Watcher, so_far
 from bumpgate.bisect.probe import Cause, ProbeResult, Reading
 from bumpgate.bisect.search import ProbeOutcome, Search
-from tests.support.searching import labels
+from tests.support.bisects import labels
 
 GOOD, BAD = ProbeOutcome.GOOD, ProbeOutcome.BAD
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bumpgate.bisect.attribution import Attribution, AttributionError, Mixture, PackageChange, attribute
 from bumpgate.bisect.search import BAD, GOOD, OTHER, SKIP, UNKNOWN, ProbeOutcome
-from tests.support.searching import RUNS, SIGNIFICANCE, tail
+from tests.support.bisects import RUNS, SIGNIFICANCE, tail
 
 Probe = Callable[[Mixture, dict[str, str]], ProbeOutcome]
 FIXED = settings(derandomize=True, max_examples=80, deadline=None)

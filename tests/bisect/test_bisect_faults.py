@@ -18,8 +18,8 @@ import pytest
 from bumpgate.bisect import bisection
 from suites.support.child import ROOT
 from tests.support import golden
+from tests.support.bisects import KillPoints, check_every_kill_point, readings, run_loop
 from tests.support.builds import JUDGE, RAISES, Bisect, answer_of, bisecting, make_builds, start
-from tests.support.killing import KillPoints, check_every_kill_point, readings, run_loop
 from tests.support.local_index import LocalIndex, isolated
 
 

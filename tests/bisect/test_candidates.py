@@ -14,7 +14,6 @@ DAY = date(2026, 10, 1)
 
 
 def found(*versions: str, day: date | None = DAY, **fields: Any) -> list[FoundVersion]:
-    """Return one build per day."""
     days = [day and day + timedelta(n) for n in range(len(versions))]
     yanked, note = fields.get("yanked"), fields.get("note", "")
     return [FoundVersion(v, d, yanked, "", "", note) for v, d in zip(versions, days)]

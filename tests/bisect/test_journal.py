@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from bumpgate.bisect.attribution import Attribution
-from bumpgate.bisect.journal import BisectPlan, JournalError, begin, resume
+from bumpgate.bisect.journal import JournalError, begin, resume
 from bumpgate.bisect.search import ProbeOutcome, Search, SearchError
-from tests.support.journaled_bisect import NIGHTS, PLAN, drive, read_candidate
+from tests.support.bisects import DAYS, PLAN, drive_journal, read_candidate
 from tests.support.tree import ROOT
 
 Whole = tuple[bytes, Search, Attribution]
@@ -27,7 +27,7 @@ Whole = tuple[bytes, Search, Attribution]
 def whole(tmp_path: Path) -> Whole:
     """Return an uninterrupted run: its file, its search and its attribution."""
     with begin(tmp_path / "whole.jsonl", PLAN) as state:
-        found = drive(state)
+        found = drive_journal(state)
     return (tmp_path / "whole.jsonl").read_bytes(), state.search, found
 
 
@@ -69,7 +69,7 @@ def test_resume_after_truncation_at_any_byte_is_identical(
         assert state.search.history == replayed.history, cut
         assert state.search.posterior() == replayed.posterior(), cut
         with state:
-            again = drive(state)
+            again = drive_journal(state)
         assert path.read_bytes() == text, cut
         assert state.search.posterior() == searched.posterior()
         assert state.search.result() == searched.result()
@@ -115,12 +115,12 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 from bumpgate.bisect.journal import begin, resume
-from tests.support import journaled_bisect as t
+from tests.support import bisects as t
 
 path, kill_at = Path(sys.argv[1]), int(sys.argv[2])
 left, real = iter(range(kill_at - 1, -1, -1)), t.read_candidate
 t.read_candidate = lambda *a: real(*a) if next(left) else os.kill(os.getpid(), signal.SIGKILL)
-t.drive(resume(path) if path.exists() else begin(path, t.PLAN))
+t.drive_journal(resume(path) if path.exists() else begin(path, t.PLAN))
 """
 
 
@@ -142,13 +142,13 @@ def test_resume_repeats_only_the_pending_probe(tmp_path: Path) -> None:
         assert state.decide() == due[1:]
     with resume(path) as state:
         assert state.decide() == due[1:]
-        drive(state, probed)
+        drive_journal(state, probed)
     assert probed[0] == due[1]
     before = path.read_bytes()
     with resume(path) as state:
         assert state.decide() == []
         again: list[object] = []
-        drive(state, again)
+        drive_journal(state, again)
     assert again == []
     assert path.read_bytes() == before
 
@@ -235,20 +235,7 @@ def test_invalid_plan_leaves_no_file(tmp_path: Path) -> None:
 
 def test_plan_passes_every_field_to_its_search() -> None:
     """A plan's fields are the arguments of a search, so that no argument is lost after a kill."""
-    plan = replace(PLAN, good=NIGHTS[-1], bad=NIGHTS[0], find_fix=True, budget=9, confidence=0.9)
+    plan = replace(PLAN, good=DAYS[-1], bad=DAYS[0], find_fix=True, budget=9, confidence=0.9)
     searched = plan.search()
     assert (searched.find_fix, searched.budget, searched.confidence) == (True, 9, 0.9)
     assert (searched.old, searched.new) == (ProbeOutcome.BAD, ProbeOutcome.GOOD)
-
-
-def test_batch_is_recorded_to_its_end_although_the_answer_is_known(tmp_path: Path) -> None:
-    """With several hosts: the answer depends on no order of the readings."""
-    plan = BisectPlan(tuple("abcd"), "a", "d", ("x",), false_bad=0.0, false_good=0.0, confirm=0)
-    with begin(tmp_path / "state.jsonl", plan) as state:
-        first, last, middle, other = state.decide(4)
-        for index, outcome in ((first, "GOOD"), (last, "BAD"), (middle, "BAD" if middle == 1 else "GOOD")):
-            state.record(index, ProbeOutcome[outcome])
-        assert state.search.result() is not None
-        assert state.decide(4) == [other]
-        state.record(other, ProbeOutcome["BAD" if other == 2 else "GOOD"])
-        assert state.decide(4) == []

@@ -43,7 +43,7 @@ def test_resume_line_repeats_the_options() -> None:
         attribution=False,
         disk="40G",
     )
-    assert options.resume_line("bisect") == (
+    assert options.resume_line() == (
         "bumpgate bisect --lane cpu --package torch --good 2.0.0 --bad 2.1.0 --index https://example.org/index"
         " --timeout 2.5 --confidence 0.98 --budget 9 --find-links wheels --with 'numpy<2' --find-fix"
         " --out bisect-torch-2.0.0-2.1.0 --no-attribution --disk 40G --resume -- suites -k 'a b'"

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from bumpgate.bisect import search
-from bumpgate.bisect.journal import BisectPlan
 from bumpgate.bisect.posterior import noises
-from bumpgate.bisect.search import BAD, GOOD, SKIP, ProbeOutcome, Search, SearchError, SearchResult, batch
-from tests.support.searching import RUNS, SIGNIFICANCE, drive, labels, noisy, tail
+from bumpgate.bisect.search import BAD, GOOD, SKIP, ProbeOutcome, Search, SearchError, SearchResult
+from tests.support.bisects import RUNS, SIGNIFICANCE, drive, labels, noisy, tail
 
 # Probes beyond log2(n), for 97 of 100 runs at 10 % false BAD: two endpoints, the loss of the noisy channel, and repeats
 # until the answer is distinct from both neighbours at confidence 0.98. Measured: 12 suffices for 981 of 1000 runs at 60
@@ -23,7 +22,6 @@ MARGIN = 14
 
 
 def over(n: int, *noise: float | None, **options: Any) -> Search:
-    """Return a search over n candidates."""
     return Search(labels(n), labels(n)[0], labels(n)[-1], *noise, **options)
 
 
@@ -346,50 +344,3 @@ def test_skips_use_up_no_budget() -> None:
 def test_verdict_before_a_skip_still_counts() -> None:
     readings = ((0, "GOOD"), (4, "BAD"), (2, "GOOD"), (2, "SKIP"), (3, "SKIP"))
     assert record(over(5), *readings).suspects == (3, 4)
-
-
-# Batches of probes for several hosts.
-
-
-def planned(nights: int = 60, misreads: float | None = 0.0) -> Search:
-    names = tuple(labels(nights))
-    return BisectPlan(names, names[0], names[-1], (), misreads, misreads).search()
-
-
-def test_four_workers_need_at_most_three_rounds_after_ends() -> None:
-    """60 nights, every place of the fault: at most three rounds after the round of the ends."""
-    for first_bad in range(1, 60):
-        searched, rounds = planned(), 0
-        while due := batch(searched, 4):
-            assert len(due) <= 4
-            rounds += 1
-            for index in due:
-                searched.record(index, ProbeOutcome[from_(first_bad)(index)])
-        result = searched.result()
-        assert result is not None
-        assert (result.suspects, result.confirmed) == ((first_bad,), True)
-        assert rounds <= 1 + 3
-
-
-def test_batch_for_one_worker_equals_sequential_search() -> None:
-    searched = planned(20, None)
-    read = noisy(7, 0.1, 0.1, random.Random(3))
-    while due := searched.next():
-        assert batch(searched, 1) == due[:1]
-        searched.record(due[0], ProbeOutcome[read(due[0])])
-
-
-def test_batch_excludes_skipped_candidate() -> None:
-    searched = planned(9)
-    record(searched, (0, "GOOD"), (8, "BAD"), (4, "SKIP"))
-    assert 4 not in batch(searched, 8)
-    assert len(set(batch(searched, 3))) == 3
-
-
-def test_chance_matches_the_posterior() -> None:
-    searched = planned(60, 0.1)
-    record(searched, (0, "GOOD"), (59, "BAD"))
-    chances = [searched.chance(i) for i in range(60)]
-    assert chances == sorted(chances)
-    assert math.isclose(chances[29] + chances[30], 1, abs_tol=0.01)
-    assert chances[0] < 0.2 < 0.8 < chances[59]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bumpgate.bisect import search
 from bumpgate.bisect.search import ProbeOutcome, Search
-from tests.support.searching import drive, labels, noisy
+from tests.support.bisects import drive, labels, noisy
 
 FIXED = settings(derandomize=True, max_examples=60, deadline=None)
 

@@ -168,7 +168,7 @@ def search(
     options, span = config(nights)
     with journal.resume(path) if path.exists() else journal.begin(path, options.plan(span, test)) as state:
         setup = Setup("torch", request, build, test, reliable=True)
-        return Bisection(state, setup, out, setup, show).run(), show
+        return Bisection(state, setup, out, show).run(), show
 
 
 def test_misread_rates_of_timed_rows_are_bounds_unless_stated(root: Path) -> None:

@@ -22,7 +22,6 @@ from bumpgate.core.text import printable
 from bumpgate.env import cached, inventory, mirror, versions
 from bumpgate.env.lane import LaneContext
 from bumpgate.env.locks import LockError, lock_text, pins, read_lock, wheel_sizes
-from bumpgate.env.packages import history
 from bumpgate.wheels import audit, store
 from tests.env.conftest import Run
 from tests.support.lane_files import write_lane
@@ -88,9 +87,8 @@ def read_as_lock(folder: Path, text: str) -> None:
 
 def read_as_lane(folder: Path, text: str) -> None:
     write(folder / lanes.FOLDER / "cpu" / lanes.FILE, text)
-    for name, lane in lanes.load(folder).items():
+    for name in lanes.load(folder):
         _ = LaneContext(folder, name).packages
-        history(lane)
 
 
 def read_as_list(folder: Path, text: str) -> None:
@@ -137,10 +135,6 @@ READERS: dict[str, tuple[str, Callable[[Path, str], object]]] = {
     "environment": (json.dumps({"name": "a", "packages": {"torch": "1"}}), read_as_environment),
     "requirements": ("torch==1.0\nfast @ file:///x ; python_version > '3'\n", read_as_requirements),
     "candidate": ("torch==2.0", read_as_candidate),
-    "--url": (
-        "https://h/torch-2.0-py3-none-any.whl#sha256=0",
-        lambda _, text: mirror._of_urls([text], "t", "3.11"),
-    ),
 }
 
 
@@ -293,7 +287,6 @@ def test_field_of_two_lines_is_refused(field: str, read: Callable[[Path], object
         ("mirror --keep 1 --limit inf", "--limit inf: must be a number from 0 to 1e+06"),
         ("mirror --keep 1 --limit nan", "--limit nan: must be a number from 0 to 1e+06"),
         ("mirror --keep 1 --limit 1e300", "--limit 1e+300: must be a number from 0 to 1e+06"),
-        ("mirror --keep 1 --url http://[::1/x.whl", "not the URL of a wheel"),
         ("versions torch --index file:///etc", "no such index folder"),
         (f"environments --disk {'9' * 400}G", "not a size"),
         ("environments --disk 1e400", "not a size"),

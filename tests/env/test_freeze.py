@@ -148,7 +148,7 @@ def test_failed_freeze_is_one_line_and_changes_nothing(
     if fault == "500":
         index.fail(500)
     elif fault == "file gone":
-        index.vanish(tmp_path / "wheels/torch-1.1-py3-none-any.whl")
+        index.gone.add("torch-1.1-py3-none-any.whl")
     before = {path: path.read_bytes() for path in (tree / "lanes").glob("*/*")}
     ended, out, err = freeze(*args, lane=()) if fault in ("no lane", "no lock") else freeze(*args)
     assert (ended, out, len(err.splitlines())) == (code, "", 1), err

@@ -252,9 +252,9 @@ def test_wheel_of_a_page_is_fetched_into_the_store_once(index: LocalIndex, wheel
     (offer,) = offers([f"{index.url}/fast"])
     digest = store.sha256_of(wheel)
     assert (offer.file, offer.sha256) == (wheel.name, digest)
-    assert not any(path.startswith("/files/") for path in index.requests)
+    assert index.fetched == []
     assert offer.path() == offer.path() == store.verify(Wheel(wheel.name, digest))
-    assert len([path for path in index.requests if path.startswith("/files/")]) == 1
+    assert index.fetched == [wheel.name]
 
 
 def test_wheel_of_a_page_is_stored_by_its_own_hash(index: LocalIndex, wheel: Path) -> None:

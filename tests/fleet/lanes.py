@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.foreign import LANE, Foreign
-from tests.support.project import wrapped_python
+from tests.support.project import package_of_side, wrapped_python
 
 SIDES = ("--python-adopted", ".good/python", "--python-candidate", ".bad/python")
 PYTHONS = (*SIDES, "--command", "python bench.py")
@@ -17,8 +17,9 @@ def two_lanes(folder: Path, more: str = "") -> Foreign:
     made = Foreign(folder)
     made.write("bumpgate.toml", LANE + LANE.replace("mine", "other"))
     made.write("torch.py", "")
-    for side in ("good", "bad"):
-        made.write(f".{side}/python", wrapped_python(SIDE=side))
+    for side, name in (("good", "adopted"), ("bad", "candidate")):
+        site = package_of_side(folder / f".{side}/site", name)
+        made.write(f".{side}/python", wrapped_python(site=site, SIDE=side))
         (folder / f".{side}/python").chmod(0o755)
     made.write("bench.py", f"import os\nprint('{ROW}')\n{more}")
     return made

@@ -1,7 +1,8 @@
-"""Bisects and gates on several hosts, without a cluster: the same answers, and no reading is lost or repeated."""
+"""Gates and bisects on several hosts, without a cluster: their results come back, and a lost task is no verdict."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -12,64 +13,11 @@ from typing import Any
 import pytest
 
 from bumpgate import fleet
-from bumpgate.bisect import bisection
-from bumpgate.bisect.bisection import MachineError
-from bumpgate.bisect.options import Options
-from bumpgate.bisect.probe import Cause, Reading
 from bumpgate.core.errors import BumpgateError
-from bumpgate.core.findings import Decision
 from bumpgate.core.gate_file import GateFileError
-from bumpgate.env.request import Request
-from bumpgate.fleet import Done, Lost, Readings, Task
+from bumpgate.fleet import Done, Lost, Task
 from tests.fleet.lanes import PYTHONS, two_lanes
-from tests.support.killing import KillPoints, check_every_kill_point, run_loop
 from tests.support.project import Result, in_process
-
-
-def test_kill_at_every_step_of_a_batch_gives_the_same_answer(tmp_path: Path) -> None:
-    assert check_every_kill_point(bisection, tmp_path, hosts=4) > 40
-
-
-@pytest.mark.parametrize("hosts", [2, 3, 8])
-def test_any_number_of_hosts_gives_the_answer_of_one(hosts: int, tmp_path: Path) -> None:
-    alone, blamed = run_loop(tmp_path / "one", KillPoints(), [])
-    shared, also = run_loop(tmp_path / "many", KillPoints(), [], hosts=hosts)
-    assert (shared.suspects, shared.last_old, also) == (alone.suspects, alone.last_old, blamed)
-
-
-class FakeCluster:
-    """Runs tasks in this process; `lost` of them, by number, have no result."""
-
-    def __init__(self, *lost: int, slots: int = 2) -> None:
-        self.lost = lost
-        self.places = slots
-        self.tasks: list[Task] = []
-
-    def slots(self, lane: str) -> int:
-        return self.places
-
-    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Done | Lost]]:
-        self.tasks += tasks
-        for number, task in reversed([*enumerate(tasks)]):
-            lost = number in self.lost
-            yield number, Lost("its host died") if lost else fleet.on_worker(task.function, task.arguments)
-
-    def close(self) -> None:
-        pass
-
-
-def test_candidate_is_skipped_only_while_hosts_are_left(tmp_path: Path) -> None:
-    request = Request(("night===1.1",), name="night 1.1")
-    jobs = [(tmp_path / name, request) for name in ("1.1.0", "1.2.0")]
-
-    def take(slots: int) -> list[Reading]:
-        cluster: Any = FakeCluster(0, 1, slots=slots)
-        return [*Readings(cluster, Options(), 4, tmp_path, "1.0").take(jobs)]
-
-    with pytest.raises(MachineError, match="its host died"):
-        take(slots=0)
-    assert not [*tmp_path.rglob("reading.json")]
-    assert [reading.cause for reading in take(slots=2)] == [Cause.MACHINE] * 2
 
 
 class FakeRay:
@@ -104,8 +52,8 @@ class FakeRay:
 
 
 def test_every_task_is_yielded_in_the_order_of_ending() -> None:
-    tasks = [Task(len, ("x" * n,)) for n in range(3)]
-    found = [*fleet._run(FakeRay([True] * 3), tasks, 60.0, lambda: False)]
+    tasks = [Task(len, ("x" * n,), "a-1") for n in range(3)]
+    found = [*fleet._run(FakeRay([True] * 3), tasks, 60.0)]
     assert [(number, result.value) for number, result in found] == [(0, 0), (1, 1), (2, 2)]
 
 
@@ -115,7 +63,7 @@ def test_task_waits_for_a_host_until_patience_ends(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fleet.time, "monotonic", lambda: next(now))
     ray = FakeRay([False, False, True, False, False])
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([], refs))
-    ((number, result),) = fleet._run(ray, [Task(len, lane="a-1")], 10.0, lambda: False)
+    ((number, result),) = fleet._run(ray, [Task(len, (), "a-1")], 10.0)
     assert (number, result, ray.cancelled) == (0, Lost("no host is left for lane_a_1"), [0])
     assert next(now, None) is None
 
@@ -134,42 +82,39 @@ def test_refusal_and_crash_of_a_call_differ() -> None:
 
 def test_files_of_a_host_arrive_without_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = tmp_path / "made"
-    for name in ("reading.json", "logs/test.log", "caches/inductor/x", "a/caches/y"):
+    for name in ("gate.json", "logs/test.log", "caches/inductor/x", "a/caches/y"):
         (made / name).parent.mkdir(parents=True, exist_ok=True)
         (made / name).write_text(f"begin {name} end")
     monkeypatch.setattr(fleet, "LONGEST", 8)
     found = fleet.pack(made)
-    assert found == {"logs/test.log": b".log end", "reading.json": b"begin reading.json end"}
+    assert found == {"logs/test.log": b".log end", "gate.json": b"begin gate.json end"}
     order: list[str] = []
     write = fleet.write_atomic
     monkeypatch.setattr(
         fleet, "write_atomic", lambda path, text: order.append(path.name) or write(path, text)
     )
-    fleet.unpack(found, tmp_path / "there", "reading.json")
-    assert order == ["test.log", "reading.json"], "the file that counts comes last"
+    fleet.unpack(found, tmp_path / "there", "gate.json")
+    assert order == ["test.log", "gate.json"], "the file that counts comes last"
     assert (tmp_path / "there/logs/test.log").read_text() == ".log end"
     assert len([*(tmp_path / "there").rglob("*")]) == 3
-
-
-def test_folder_on_host_outlives_a_failed_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path))
-    with suppress(OSError), fleet.folder_on_host("gates", "x") as place:
-        (place / "kept").touch()
-        raise OSError("cut")
-    with fleet.folder_on_host("gates", "x") as place:
-        assert (place / "kept").exists()
-    assert not place.exists()
 
 
 Run = Callable[..., Result]
 
 
+def in_this_process(tasks: Sequence[Task], *lost: int) -> Iterator[tuple[int, Done | Lost]]:
+    """Run tasks here; `lost` of them, by number, have no result."""
+    for number, task in reversed([*enumerate(tasks)]):
+        found = Lost("its host died") if number in lost else fleet.on_worker(task.function, task.arguments)
+        yield number, found
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs `bumpgate fleet` on a cluster, in the folder of the test."""
+    """Return a function that runs `bumpgate fleet` with a cluster's results, in the folder of the test."""
 
-    def run(cluster: Any, *arguments: str) -> Result:
-        monkeypatch.setattr(fleet, "Cluster", lambda address: cluster)
+    def run(results: Callable[[Sequence[Task]], Any], *arguments: str) -> Result:
+        monkeypatch.setattr(fleet, "run_tasks", lambda address, tasks: results(tasks))
         return in_process(tmp_path, "fleet", "--ray", "a:1", *arguments)
 
     return run
@@ -184,92 +129,115 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_gate_of_each_lane_comes_back_with_its_files(tree: Path, run: Run) -> None:
-    cluster, out = FakeCluster(1), tree / "out"
+    out = tree / "out"
     gates = ("gate", "--lane", "mine", "--lane", "other", "--out", "out", "--", *PYTHONS)
-    ran = run(cluster, *gates)
-    assert ran.code == 125, (out / "mine/fleet.log").read_text()
-    lost, equal = ran.out.splitlines()
-    assert lost == "UNKNOWN  other: no verdict: its host died"
-    assert equal.startswith("UNKNOWN  mine on "), "its two sides are equal"
-    assert [task.lane for task in cluster.tasks] == ["mine", "other"]
+    ran = run(lambda tasks: in_this_process(tasks, 1), *gates)
+    assert ran.code == 125, ran
+    lost, measured = ran.out.splitlines()
+    assert lost == "UNKNOWN  other: no result: its host died"
+    assert measured.startswith("ADOPT    mine on ")
     assert {"gate.json", fleet.LOG} <= {path.name for path in (out / "mine").iterdir()}
     assert len([*(out / "mine").glob("*.json")]) >= 3, "the records of both sides"
-    assert not [*(tree / ".home/fleet/gates").iterdir()]
-    again = run(cluster, *gates)
+    assert not [*(tree / ".home/fleet/gate").iterdir()]
+    again = run(in_this_process, *gates)
     assert (again.code, again.err.count("\n")) == (4, 1)
     assert "out holds gates of mine: leave these out, or name another --out" in again.err
 
 
 def test_gate_with_bad_input_is_refused_on_every_host(tree: Path, run: Run) -> None:
-    ran = run(
-        FakeCluster(), "gate", "--lane", "mine", "--out", "out", "--", "--python-candidate", sys.executable
-    )
+    gate = ("gate", "--lane", "mine", "--out", "out", "--", "--python-candidate", sys.executable)
+    ran = run(in_this_process, *gate)
     assert ran.code == 4
-    assert "no verdict: " in ran.out
+    assert "no result: " in ran.out
     assert "pyproject.toml has no extra 'mine'" in ran.out
 
 
-@pytest.mark.parametrize(("code", "kept"), [(1, Decision.ADOPT), (0, Decision.HOLD), (0, None)])
-def test_gate_that_ends_with_another_code_has_no_verdict(
-    code: int, kept: Decision | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("command", "kept"), [("gate", (0, "")), ("gate", None), ("bisect", (125, ""))])
+def test_command_that_ends_with_another_code_has_no_result(
+    command: str, kept: tuple[int, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repeated task that fails leaves the gate.json that it began with."""
+    """A repeated task that fails leaves the result that it began with, and its folder, in which a repeat continues."""
     monkeypatch.setenv("BUMPGATE_HOME", str(tmp_path))
-    monkeypatch.setattr(fleet, "read_gate", lambda folder: kept and SimpleNamespace(decision=kept))
-    monkeypatch.setattr(fleet, "run_child", lambda *a: (code, a[-1].write_text("MemoryError")))
-    with pytest.raises(OSError, match=f"the gate ended with {code}: MemoryError"):
-        fleet.measure_on_host("mine", (), tmp_path, "name")
+    monkeypatch.setattr(fleet, "read_result", lambda command, folder: kept)
+    lines = []
+
+    def child(line: list[str], *a: Any) -> tuple[int, float]:
+        lines.append(line)
+        a[-1].with_name("gate.json").touch()
+        return 1, a[-1].write_text("MemoryError")
+
+    monkeypatch.setattr(fleet, "run_child", child)
+    for _ in range(2):
+        with pytest.raises(OSError, match=f"the {command} ended with 1: MemoryError"):
+            fleet.run_on_host(command, "mine", ("--good", "1", "--", "suites"), tmp_path, "name")
+    assert lines[1][3:8] == [command, "--lane", "mine", "--good", "1"]
+    assert lines[1][-3:] == ["--resume", "--", "suites"]
+    with suppress(OSError):
+        fleet.run_on_host("bisect", "mine", ("--command=true",), tmp_path, "name")
+    assert lines[2][3:5] == ["bisect", "--command=true"], "a command needs no lane's set"
 
 
-ADOPT, HOLD = (
-    Done("node", SimpleNamespace(decision=d, findings=(), wall_seconds=60.0))
-    for d in (Decision.ADOPT, Decision.HOLD)
+def answer(**changes: Any) -> dict[str, Any]:
+    return {"package": "torch", "suspects": ["2.6.0", "2.7.0"], "failure": "", "sure": True} | changes
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (answer(), (0, "first bad torch 2.6.0 or 2.7.0")),
+        (answer(sure=False), (125, "first bad torch 2.6.0 or 2.7.0")),
+        (answer(suspects=[], sure=False, failure="noisy"), (125, "noisy")),
+    ],
 )
+def test_answer_of_a_bisect_is_one_line(raw: Any, expected: tuple[int, str], tmp_path: Path) -> None:
+    assert fleet.read_result("bisect", tmp_path) is None
+    (tmp_path / "bisect.json").write_text(json.dumps(raw))
+    assert fleet.read_result("bisect", tmp_path) == expected
+
+
+ADOPT, HOLD, UNSURE = (Done("node", (code, "an answer")) for code in (0, 1, 125))
 EDITED = Done("node", GateFileError("its evidence gives HOLD"))
 LOST, REFUSED = Lost("its host died"), Lost("no such lane", refused=True)
 
 
 @pytest.mark.parametrize(
-    ("results", "code"),
+    ("command", "results", "code", "words"),
     [
-        ([ADOPT], 0),
-        ([ADOPT, HOLD], 1),
-        ([ADOPT, LOST], 125),
-        ([LOST, HOLD, ADOPT], 1),
-        ([REFUSED, LOST, HOLD], 4),
-        ([EDITED, ADOPT], 125),
+        ("gate", [ADOPT], 0, "ADOPT"),
+        ("gate", [ADOPT, HOLD], 1, "ADOPT HOLD"),
+        ("gate", [ADOPT, LOST], 125, "ADOPT UNKNOWN"),
+        ("gate", [LOST, HOLD, ADOPT], 1, "UNKNOWN HOLD ADOPT"),
+        ("gate", [REFUSED, LOST, HOLD], 4, "UNKNOWN UNKNOWN HOLD"),
+        ("bisect", [ADOPT, UNSURE], 125, "FOUND UNKNOWN"),
+        ("bisect", [ADOPT, REFUSED], 4, "FOUND UNKNOWN"),
+        ("gate", [EDITED, ADOPT], 125, "UNKNOWN ADOPT"),
     ],
-    ids=["adopt", "hold", "unknown", "hold before unknown", "bad input before all", "edited"],
 )
-def test_worst_lane_decides_the_exit_code_of_gates(
-    results: list[Done | Lost], code: int, run: Run, monkeypatch: pytest.MonkeyPatch
+def test_worst_lane_decides_the_exit_code(
+    command: str, results: list[Done | Lost], code: int, words: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gates: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
+    monkeypatch.setattr(fleet, "unpack", lambda found, folder, last: kept.update({folder.name: found}))
 
-    def read_gate(folder: Path) -> Any:
-        if isinstance(found := gates.get(folder.name), GateFileError):
+    def read_result(command: str, folder: Path) -> Any:
+        if isinstance(found := kept.get(folder.name), GateFileError):
             raise found
         return found
 
-    monkeypatch.setattr(fleet, "unpack", lambda gate, folder, last: gates.update({folder.name: gate}))
-    monkeypatch.setattr(fleet, "read_gate", read_gate)
-    cluster = SimpleNamespace(run=lambda tasks: enumerate(results), close=lambda: None)
+    monkeypatch.setattr(fleet, "read_result", read_result)
     lanes = [part for number in range(len(results)) for part in ("--lane", f"lane{number}")]
-    ran = run(cluster, "gate", *lanes, "--", "--candidate", "torch==2")
-    words = [result.value.decision.name if result in (ADOPT, HOLD) else "UNKNOWN" for result in results]
-    assert (ran.code, [line.split()[0] for line in ran.out.splitlines()]) == (code, words)
+    ran = run(lambda tasks: enumerate(results), command, *lanes, "--", "--candidate", "torch==2")
+    assert (ran.code, " ".join(line.split()[0] for line in ran.out.splitlines())) == (code, words)
 
 
-ENDS = ("--ray", "a:1", "bisect", "--good", "1.0", "--bad", "2.0", "--command", "true")
 GATE = ("--ray", "a:1", "gate", "--lane", "h200", "--", "--candidate", "torch==2.14.0")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (ENDS[2:], "--ray"),
-        ((*ENDS, "--environments", "envs"), "--environments is for one host"),
-        (ENDS, "--ray needs ray; install it with: pip install 'bumpgate[fleet]'"),
+        (GATE[2:], "--ray"),
+        (GATE, "--ray needs ray; install it with: pip install 'bumpgate[fleet]'"),
         ((*GATE, "--lane", "cpu"), "--lane after --: the fleet sets it for each gate"),
         ((*GATE, "--lane=cpu"), "--lane=cpu after --: the fleet sets it"),
         ((*GATE, "--out", "elsewhere"), "--out after --: the fleet sets it for each gate"),

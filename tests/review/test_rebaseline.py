@@ -47,7 +47,6 @@ class Repository:
 
     @property
     def rows(self) -> dict[str, Reviewed]:
-        """The reviewed rows by case."""
         return {id.split("/")[1]: row for id, row in load(self.path, "cpu").rows.items()}
 
     @property

@@ -30,7 +30,6 @@ def file(tmp_path: Path) -> Path:
 
 
 def refusal(gate: GateFile, rows: list[str], why: list[str], file: Path | None = None) -> str:
-    """Return why a review is refused, in one line."""
     with pytest.raises(AdoptionError) as caught:
         reviewed(gate, rows, why, file)
     assert len(str(caught.value).splitlines()) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from datetime import date
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from bumpgate.review.rollback import smoke_tests
 from suites.support.lanes import LANES
 from suites.support.planted import planted
 from tests.review.conftest import Call
+from tests.support.git_repository import GitRepository
 from tests.support.lane_files import FAST, declare_lanes, write_lane
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
 from tests.support.tree import ROOT
@@ -201,12 +201,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def git(root: Path, *arguments: str) -> str:
-    author = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
-    command = ["git", *author, *arguments]
-    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def adopt(root: Path, path: str = FILE, commit: str = "", copy: str = "") -> None:
     """Leave what an adoption of "new" over "old" leaves. copy: this machine's copy of the old text."""
     files = {path: digest("old")}, {path: digest("new")}
@@ -220,13 +214,8 @@ def adopt(root: Path, path: str = FILE, commit: str = "", copy: str = "") -> Non
 
 @planted("C39", "the local copy of a file that a rollback restores is corrupt")
 def test_file_is_restored_only_with_the_content_that_it_had(root: Path) -> None:
-    git(root, "init", "-q")
-    git(root, "add", ".")
-    git(root, "commit", "-qm", "one")
-    good = git(root, "rev-parse", "HEAD")
-    (root / FILE).write_text("another")
-    git(root, "commit", "-qam", "two")
-    other = git(root, "rev-parse", "HEAD")
+    repository = GitRepository(root)
+    good, other = (repository.commit(text, {FILE: text}) for text in ("old", "another"))
     words = r"its content before the adoption is neither in .* nor in git"
     for copy, commit in (("", ""), ("corrupt", ""), ("", other), ("corrupt", other)):
         adopt(root, commit=commit, copy=copy)

@@ -142,7 +142,6 @@ class AdoptTree(Project):
         return done.returncode, done.stdout
 
     def candidate(self, gate: str) -> str:
-        """Return the interpreter of a gate's candidate."""
         raw = json.loads((self.root / gate / "gate.json").read_text())
         return str(raw["sides"]["candidate"]["python"])
 

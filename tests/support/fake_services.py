@@ -30,7 +30,6 @@ class FakeServices(Loopback):
 
     @property
     def changes(self) -> list[str]:
-        """Requests that change something."""
         return [request for request in self.requests if not request.startswith("GET")]
 
     def __enter__(self) -> FakeServices:

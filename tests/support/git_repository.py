@@ -37,7 +37,6 @@ class GitRepository:
         return done.stdout.strip()
 
     def commit(self, title: str, files: dict[str, str] | None = None) -> str:
-        """Commit files and return the hash."""
         self.day += 1
         for name, text in (files or {}).items():
             path = self.folder / name
@@ -48,7 +47,6 @@ class GitRepository:
         return self.git("rev-parse", "HEAD")
 
     def merge(self, branch: str, title: str) -> str:
-        """Merge a branch with a merge commit and return its hash."""
         self.day += 1
         self.git("merge", "--quiet", "--no-ff", "-m", title, branch)
         return self.git("rev-parse", "HEAD")

@@ -12,7 +12,7 @@ from bumpgate.env.locks import Lock, lock_text
 
 ROOT = Path(__file__).resolve().parents[2]
 # What describes the packages of this repository's lanes, and no machine.
-OF_PACKAGES = ("wheels", "without", "history")
+OF_PACKAGES = ("wheels", "without")
 # A lane with one kernel wheel, of the package fast.
 FAST = """[wheels.fast]
 version = "1.0"

@@ -4,7 +4,7 @@
         index.url            # PEP 503 (HTML) and PEP 691 (JSON), with PEP 700 upload times and sizes
         index.yank("torch", "1.0", "broken")
         index.fail(500)      # status of every response from now on; fail(0) ends it
-        index.vanish(path)   # listed, but its file returns 404, as on a nightly index
+        index.gone.add(name) # listed, but its file returns 404, as on a nightly index
         index.pause()        # files are not sent until index.resume()
         index.requests       # requested paths, in order
 
@@ -35,6 +35,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 from tests.support.loopback import Loopback
 
 JSON_TYPE = "application/vnd.pypi.simple.v1+json"
+WHEEL = "application/octet-stream"
 
 
 def isolated(monkeypatch: pytest.MonkeyPatch, folder: Path, index_url: str) -> None:
@@ -107,24 +108,32 @@ def _digest(data: bytes) -> str:
 class LocalIndex(Loopback):
     """Serves wheels while the `with` block runs. packages: wheel files, more can be added with `add`.
 
-    dates: upload time by version, for every package; other versions have none in the response. delay: seconds before
-    a wheel is sent.
+    dates: upload time by version, for every package; other versions have none in the response.
+    delay: seconds before a wheel is sent.
+    html: serve HTML pages alone, as download.pytorch.org does.
+    plain: files that a page lists without a digest of the wheel, and with one of its metadata.
+    gone: files that are listed, and answer 404.
+    cut: bytes after which each transfer breaks off, 0 for none.
+    spoilt: a file whose bytes differ from the listed ones.
     """
 
     packages: Iterable[Path] = ()
     dates: Mapping[str, datetime] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     delay: float = 0.0
+    html: bool = False
+    plain: set[str] = field(default_factory=set)
+    gone: set[str] = field(default_factory=set)
+    cut: int = 0
+    spoilt: str = ""
 
     def __post_init__(self) -> None:
         self._files: dict[str, dict[str, Path]] = {}
         self._yanked: dict[tuple[str, str], str] = {}
-        self._gone: set[str] = set()
         self._sending = threading.Event()
         self._sending.set()
         self._status = 0
-        for path in self.packages:
-            self.add(path)
+        self.wheels = self.packages
 
     @property
     def url(self) -> str:
@@ -139,8 +148,21 @@ class LocalIndex(Loopback):
         """Remove a wheel from the listing, as a nightly index does with old ones."""
         del self._files[str(parse_wheel_filename(path.name)[0])][path.name]
 
-    def vanish(self, path: Path) -> None:
-        self._gone.add(path.name)
+    @property
+    def wheels(self) -> list[Path]:
+        """The listed wheels; assigning lists others instead."""
+        return [path for files in self._files.values() for path in files.values()]
+
+    @wheels.setter
+    def wheels(self, paths: Iterable[Path]) -> None:
+        self._files.clear()
+        for path in paths:
+            self.add(path)
+
+    @property
+    def fetched(self) -> list[str]:
+        """Names of the files that were requested, in order."""
+        return [unquote(path.rsplit("/", 1)[-1]) for path in self.requests if path.startswith("/files/")]
 
     def pause(self) -> None:
         self._sending.clear()
@@ -185,7 +207,7 @@ class LocalIndex(Loopback):
         if body:
             # A killed client is not a server error.
             with contextlib.suppress(ConnectionError):
-                handler.wfile.write(content)
+                handler.wfile.write(content[: self.cut or None] if kind == WHEEL else content)
 
     def _page(self, path: str, accepts: str) -> tuple[int, str, bytes]:
         if self._status:
@@ -194,15 +216,17 @@ class LocalIndex(Loopback):
         if parts[0] == "files":
             self._sending.wait()
             time.sleep(self.delay)
-            if parts[-1] in self._gone:
+            if parts[-1] in self.gone:
                 return 404, "text/plain", b"gone"
         if parts[0] == "files" and len(parts) == 3 and parts[2] in self._files.get(parts[1], {}):
-            return 200, "application/octet-stream", self._files[parts[1]][parts[2]].read_bytes()
+            content = self._files[parts[1]][parts[2]].read_bytes()
+            spoilt = content[:100] + b"spoilt" + content[106:]
+            return 200, WHEEL, spoilt if parts[2] == self.spoilt else content
         if parts[0] == "index" and len(parts) == 2 and parts[1] in self._files:
             files = [self._entry(parts[1], p) for p in self._files[parts[1]].values()]
-            if JSON_TYPE in accepts:
+            if JSON_TYPE in accepts and not self.html:
                 return 200, JSON_TYPE, _json(parts[1], files)
-            return 200, "text/html", _html(files)
+            return 200, "text/html", _html(files, self.plain)
         return 404, "text/plain", b"not here"
 
     def _entry(self, name: str, path: Path) -> dict[str, object]:
@@ -225,10 +249,13 @@ def _json(name: str, files: list[dict[str, object]]) -> bytes:
     return json.dumps({"meta": {"api-version": "1.1"}, "name": name, "files": files}).encode()
 
 
-def _html(files: list[dict[str, object]]) -> bytes:
+def _html(files: list[dict[str, object]], plain: set[str]) -> bytes:
     lines = ["<!DOCTYPE html><html><body>"]
     for entry in files:
+        name, sha256 = entry["filename"], entry["hashes"]["sha256"]  # type: ignore[index]
         yanked = f' data-yanked="{entry["yanked"]}"' if entry["yanked"] else ""
-        sha256 = entry["hashes"]["sha256"]  # type: ignore[index]
-        lines.append(f'<a href="{entry["url"]}#sha256={sha256}"{yanked}>{entry["filename"]}</a>')
+        digest, metadata = f"#sha256={sha256}", ""
+        if name in plain:
+            digest, metadata = "", f' data-core-metadata="sha256={sha256[::-1]}"'
+        lines.append(f'<a href="{entry["url"]}{digest}"{metadata}{yanked}>{name}</a>')
     return "\n".join([*lines, "</body></html>"]).encode()

@@ -46,7 +46,6 @@ class Mutant:
         return f"the message does not name {', '.join(absent)}" if absent else ""
 
     def also_red(self, run: LaneRun) -> tuple[str, ...]:
-        """Return the other rows that are red in a run."""
         return tuple(sorted(row for row in run.rows if row != self.row and run.verdict(row) in RED))
 
     def _reason(self, run: LaneRun) -> str:
@@ -63,7 +62,6 @@ def measured_right(run: LaneRun, row: str) -> bool:
 
 
 def message(judged: dict[str, Any]) -> str:
-    """Return the message of a judgement from its record."""
     return " ".join([judged["row"]["rule"], judged["reason"], *judged["row"]["evidence"]])
 
 

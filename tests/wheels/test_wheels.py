@@ -205,7 +205,6 @@ def declare(tree: Path, version: str, target: Target) -> LaneContext:
 
 
 def lock(tree: Path, path: Path) -> Wheel:
-    """Lock a wheel as version 1.0."""
     found = Wheel(path.name, sha256_of(path))
     save_lock(tree / "lanes/h200/pylock.toml", Lock((Locked("fast", "1.0", (found,)),)))
     return found
