@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -25,6 +26,8 @@ DEVICES = ("cpu", "cuda", "xla")
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 # What a machine of the lane must have, next to its device.
 NEEDS = ("c++", "avx2")
+# How much a lane's name must resemble a mistyped one, of 1.
+LIKE = 0.75
 # When a variable of a lane is set: in each run; unless it is set; unless it is set, where workers run the tests.
 VARIABLES = ("always", "default", "workers")
 WORDS = {str: "a string", int: "a number", bool: "true or false", list: "a list of strings", dict: "a table"}
@@ -179,7 +182,9 @@ def choose(lanes: Mapping[str, Lane], name: str) -> Lane:
     """Return a lane like `require`, from lanes that have been read already."""
     if name in lanes:
         return lanes[name]
-    raise LaneError(f"unknown lane {name!r}; lanes: {', '.join(lanes) or 'none'}; {how_to_declare(name)}")
+    close = get_close_matches(name, lanes, 1, LIKE)
+    fix = f"did you mean {close[0]}?" if close else how_to_declare(name)
+    raise LaneError(f"unknown lane {name!r}; lanes: {', '.join(lanes) or 'none'}; {fix}")
 
 
 def unused_margins(lane: Lane, rows: Collection[str]) -> list[str]:
