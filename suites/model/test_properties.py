@@ -171,9 +171,11 @@ def test_prefill_and_decode_equal_the_full_forward(lane: Lane, data: st.DataObje
     model, ids = fp64(config), data.draw(packed(config, batch=2))
     with torch.no_grad():
         state, found = empty_state(model, 2), []
-        for token in ids.T:
+        _, positions = documents(ids, config.bos_id)
+        for token, position in zip(ids.T, positions.T, strict=True):
             logits, state = decode_step(model, token, state)
             found.append(logits)
+            assert torch.equal(state.positions, position + 1), "a document begins at position 0"
         close(torch.stack(found, 1), model.logits(ids))
 
 
