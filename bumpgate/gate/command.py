@@ -298,8 +298,10 @@ def _require_usable(config: GateConfig, root: Path) -> None:
         raise BumpgateError(f"{cut} was cut short here: {fix}")
     lanes.require(root, config.lane)
     if [bool(config.candidate), bool(config.python_candidate), bool(config.base)].count(True) != 1:
-        one = "--candidate 'torch==X', --python-candidate PATH, or --base REF for commits of the project"
-        raise BumpgateError(f"name one candidate: {one}")
+        which = (
+            "--candidate 'torch==X', or --python-candidate PATH, or --base REF for a commit of the project"
+        )
+        raise BumpgateError(f"name the candidate: {which}")
     _require_candidate(config.candidate)
     for name, (python, requirement) in config.requests.items():
         if requirement and python:

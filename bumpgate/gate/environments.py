@@ -134,9 +134,9 @@ def requests(
     """
     if index is not None and not re.match(r"(https?|file)://.", index):
         raise GateError(f"--index {redacted(index)}: must be a URL such as https://HOST/index")
-    lock = LaneContext(root, config.lane).lock
-    pinned = (re.match(r"torch\s*==\s*(\S+)", each) for each in LaneContext(root, config.lane).requirements())
-    adopted = lock.versions.get("torch", "") if lock else next((found[1] for found in pinned if found), "")
+    lane = LaneContext(root, config.lane)
+    named = any(text and not python for python, text in config.requests.values())
+    adopted = _adopted_torch(lane) if named else ""
     sources: dict[str, Any] = {"index": index, "find_links": tuple(find_links)}
     return {
         name: [
@@ -146,6 +146,14 @@ def requests(
         for name, (python, text) in config.requests.items()
         if not python
     }
+
+
+def _adopted_torch(lane: LaneContext) -> str:
+    """Return the version of torch in a lane's lock, or that its requirements pin; "" without one."""
+    if lane.lock:
+        return lane.lock.versions.get("torch", "")
+    pins = (re.match(r"torch\s*==\s*([\w.+]+)", each) for each in lane.requirements())
+    return next((pin[1] for pin in pins if pin), "")
 
 
 def same_variant(requirement: str, adopted: str) -> list[str]:

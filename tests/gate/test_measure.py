@@ -553,6 +553,7 @@ BOTH = f"{PAIR} --python-adopted {sys.executable}"
 REFUSALS = {
     "unknown lane 'tpu'; lanes: cpu, h100, h200, h200x2, v6e": "--lane tpu --candidate torch==1",
     "name the candidate: --candidate 'torch==X'": "--lane cpu",
+    "--base gone: no such commit here": "--lane cpu --base gone",
     "or --python-candidate PATH": f"{PAIR} --candidate torch==1",
     "--adopted cannot be combined with an interpreter for it": f"{BOTH} --adopted torch==1",
     "/none: no such interpreter": "--lane cpu --python-candidate /none",
