@@ -78,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest captures what a conftest prints
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
     """Make a record that is not complete, and under --gate a parent that judges it."""
-    if folder := os.environ.get(PROJECT):
+    if (folder := os.environ.get(PROJECT)) and os.path.isdir(folder):  # _foreign_variables judges who set it
         sys.meta_path.insert(0, ProjectFinder(folder))
     lanes = named_lanes(early_config, early_config.known_args_namespace.markexpr)
     if lanes:
