@@ -96,7 +96,7 @@ class Verdict(Enum):
 
 
 # Fields that a record leaves out if they are empty.
-OPTIONAL = ("paired", "work", "place", "own", "bound")
+OPTIONAL = ("paired", "work", "place", "own", "bound", "program")
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class Row:
         that row; if the ratio alone is worse, the other implementation became faster.
     bound: which of BOUNDS decide a time, "memory, matmul"; it is judged only where their calibrations agree with
         the reviewed ones (bumpgate.core.hosts).
+    program: "FILE.py:function" of the smallest program that shows the row, for `bumpgate reproduce`.
     """
 
     id: str
@@ -153,6 +154,7 @@ class Row:
     place: str = field(default="", compare=False)
     own: str = ""
     bound: str = ""
+    program: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for fault in _faults(self):

@@ -114,6 +114,8 @@ class About(TypedDict, total=False):
     evidence: lines for the reader of a red row, in front of the report's own.
     instruments: canaries that must have passed, in addition to the report's and the fixtures' own.
     per_build, series, paired, work, own, bound: see bumpgate.core.rows.Row.
+    program: the function of the smallest program that shows the row (bumpgate reproduce). It takes no argument, and
+        returns a list with a line for each fault, or a number of which less is better.
     measured: calibrations by id that the measured process has read itself.
     """
 
@@ -127,6 +129,7 @@ class About(TypedDict, total=False):
     work: str
     own: str
     bound: str
+    program: Callable[[], object]
     measured: Mapping[str, float]
 
 
@@ -278,6 +281,7 @@ class RowRecorder:
         """Judge a row whose witness, evidence and instruments come from `seen`, and attach it to the test's reports."""
         fields |= about
         seen, measured = fields.pop("seen", None), fields.pop("measured", None)
+        program = fields.pop("program", None)
         for name in ("evidence", "instruments"):
             if isinstance(fields.get(name), str):
                 raise RowError(f"row {id!r}: {name} must be a list of strings, got {fields[name]!r}")
@@ -312,6 +316,7 @@ class RowRecorder:
             instruments=tuple(dict.fromkeys((*instruments, *self._item.stash.get(INSTRUMENTS, ())))),
             test=self._item.nodeid,
             place=self._place(),
+            program=self._program(program) if program else "",
             **fields,
         )
         if self.ended:  # no report of its test would carry it
@@ -338,6 +343,11 @@ class RowRecorder:
     def _no_rule(self) -> str:
         """Return the rule of a row that names none; "", which a row rejects, if the repository has a file of rules."""
         return "" if (self._item.config.rootpath / rules.FILE).is_file() else NO_RULE
+
+    def _program(self, function: Callable[[], object]) -> str:
+        """Return where the source of a function is, as "path:name"."""
+        source = Path(function.__code__.co_filename)
+        return f"{source.relative_to(self._item.config.rootpath)}:{function.__name__}"
 
     def _place(self) -> str:
         """Return where the test file reports a row, as "path:line"; for a helper elsewhere, the line of the test."""

@@ -33,7 +33,7 @@ def summary(page: Page, limit: int = LIMIT) -> str:
         title = f"{len(page.moved)} package{'s' * (len(page.moved) != 1)} moved"
         lines = [f"\n<details><summary>{title}</summary>", "", *_fenced(page.moved), "</details>\n"]
         blocks.append("\n".join(lines))
-    blocks += [_finding(finding) for finding in page.findings]
+    blocks += [finding_block(finding) for finding in page.findings]
     moved = [row for row in page.rows if row.tone != "good"]
     if moved:
         heads = ("verdict", "row", "adopted", "candidate", "reviewed", "limit", "why", "rule", "place")
@@ -64,7 +64,8 @@ def escape(text: str) -> str:
     return MARKUP.sub(lambda found: f"&#{ord(found[0])};", line.replace("&#x27;", "'"))
 
 
-def _finding(finding: Finding) -> str:
+def finding_block(finding: Finding) -> str:
+    """Return one cause as a block that opens: what both sides showed."""
     rows = f"{len(finding.rows)} row{'s' * (len(finding.rows) != 1)}" if finding.rows else "the environment"
     tone = {"HOLD": "bad", "UNKNOWN": "open"}.get(finding.decision.name, "info")
     title = " ".join(word for word in (finding.label, finding.metric) if word)

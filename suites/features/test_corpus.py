@@ -20,5 +20,5 @@ def test_regression(lane: Lane, row, case: Case) -> None:
     found = case.signature()
     row.defect(
         case.row, bool(found), known_in=case.known_in, reason=f"{case.title} ({case.link})", rule="R1",
-        seen=1, evidence=found,
+        seen=1, evidence=found, program=case.find,
     )  # fmt: skip

@@ -360,7 +360,7 @@ def test_summary_escapes_hostile_markup() -> None:
 )
 def test_summary_counts_the_rows_of_a_finding(rows: tuple[str, ...], words: str) -> None:
     finding = Finding(Decision.HOLD, "CHANGED", "graph_breaks", "a break", rows, (), (), "")
-    assert f"<b>CHANGED graph_breaks</b> ({words})" in markdown._finding(finding)
+    assert f"<b>CHANGED graph_breaks</b> ({words})" in markdown.finding_block(finding)
 
 
 @pytest.mark.parametrize("option", ["--html", "--junit", "--markdown"])

@@ -1,0 +1,240 @@
+"""`bumpgate reproduce`: a program is inlined, reduced, and proved in two environments.
+
+The environments are this Python with a module named torch, whose `wrong` says which side it is.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bumpgate.reproduce.reducer import Journal, reduce
+from bumpgate.reproduce.standalone import ProgramError, load
+from tests.support.reports import bumpgate
+
+HELPERS = '''
+import math
+from shapes import WIDTH
+
+def unused():
+    return math.pi
+
+def compared(expected: int, found: int) -> list[str]:
+    """Lines of differences."""
+    if expected != found:
+        return [f"output: {found}, expected {expected}"]
+    return []
+'''
+PROGRAMS = '''
+import os
+import torch
+import checks
+from checks import compared as same
+
+def listed() -> list[str]:
+    """The sum is off by one."""
+    from shapes import WIDTH
+    noise = [n for n in range(WIDTH)]
+    total = WIDTH
+    return same(total, total + torch.wrong)
+
+def by_module():
+    return checks.compared(1, 1 + torch.wrong)
+
+def counted():
+    """Graph breaks."""
+    return 3 + torch.wrong
+
+def raised():
+    if torch.wrong:
+        raise RuntimeError("no kernel of this name at 0x7f00")
+    return []
+
+def right():
+    return []
+
+def broken():
+    raise KeyError("both")
+
+def fixed():
+    return [] if torch.wrong else ["was wrong before"]
+
+def unsteady():
+    with open(os.environ["COUNTER"], "a") as file:
+        file.write("x")
+    return ["wrong"] if torch.wrong and os.path.getsize(os.environ["COUNTER"]) < 4 else []
+
+def seconds():
+    return 1.0 + torch.wrong
+
+def close():
+    return 1.0 + torch.wrong / 20
+'''
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "pyproject.toml").write_text("[tool.bumpgate]\n")
+    (tmp_path / "bumpgate.toml").write_text("")
+    (tmp_path / "checks.py").write_text(HELPERS)
+    (tmp_path / "shapes.py").write_text("WIDTH = 64\n")
+    (tmp_path / "programs.py").write_text(PROGRAMS)
+    for name, wrong in (("adopted", 0), ("candidate", 1)):
+        modules = tmp_path / name / "modules"
+        modules.mkdir(parents=True)
+        source = f"wrong = {wrong}\nmanual_seed = int\n"
+        (modules / "torch.py").write_text(source)
+        python = tmp_path / name / "python"
+        python.write_text(f'#!/bin/sh\nPYTHONPATH={modules} exec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COUNTER", str(tmp_path / "counter"))
+    return tmp_path
+
+
+Reproduce = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def reproduce(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Reproduce:
+    """The command for a program: its exit code, and what it printed."""
+
+    def run(program: str, *more: str) -> tuple[int, str]:
+        sides = (
+            "--adopted",
+            str(project / "adopted/python"),
+            "--candidate",
+            str(project / "candidate/python"),
+        )
+        where = ("--out", "found.py", "--times", "2", *more)
+        code = bumpgate(monkeypatch, "reproduce", "--program", program, *sides, *where)
+        return code, "".join(capsys.readouterr())
+
+    return run
+
+
+def ends(project: Path) -> list[int]:
+    """Exit codes of the written file under both sides."""
+    return [
+        subprocess.run([project / side / "python", "found.py"], capture_output=True).returncode
+        for side in ("adopted", "candidate")
+    ]
+
+
+def test_a_function_is_inlined_with_what_it_needs_of_the_project_alone(project: Path) -> None:
+    program = load(project, "programs.py:listed")
+    assert program.title == "The sum is off by one."
+    assert "def compared(expected, found):" in program.text
+    assert "WIDTH = 64" in program.text
+    for left_out in ("unused", "checks", "shapes", "math", "Lines of"):
+        assert left_out not in program.text
+    assert "return compared(1, 1 + torch.wrong)" in load(project, "programs.py:by_module").text
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [("none.py:f", "no such file"), ("programs.py:none", "has no function none")],
+)
+def test_a_program_that_is_not_there_is_named(project: Path, place: str, words: str) -> None:
+    with pytest.raises(ProgramError, match=words):
+        load(project, place)
+
+
+@pytest.mark.parametrize("name", ["listed", "counted", "raised", "seconds"])
+def test_the_file_separates_the_two_environments(project: Path, reproduce: Reproduce, name: str) -> None:
+    code, printed = reproduce(f"programs.py:{name}")
+    assert (code, ends(project)) == (0, [0, 1]), printed
+    assert re.search("proved: 2 of 2 runs right under .*, 2 of 2 wrong under ", printed)
+    text = (project / "found.py").read_text()
+    assert "noise" not in text
+    assert "checks" not in text
+    assert sorted(p.name for p in project.glob("found*")) == ["found.py"]
+
+
+def test_a_repair_is_right_on_the_candidate(project: Path, reproduce: Reproduce) -> None:
+    code, printed = reproduce("programs.py:fixed")
+    assert (code, ends(project)) == (0, [1, 0]), printed
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("right", "both environments give the same result"),
+        ("broken", "both environments give the same result"),
+        ("close", "the numbers of both sides overlap: at most 1 under "),
+    ],
+)
+def test_what_does_not_separate_is_said_and_not_written(
+    project: Path, reproduce: Reproduce, name: str, words: str
+) -> None:
+    code, printed = reproduce(f"programs.py:{name}")
+    assert (code, words in printed, (project / "found.py").exists()) == (1, True, False), printed
+
+
+def test_a_result_that_does_not_repeat_is_not_proved(project: Path, reproduce: Reproduce) -> None:
+    code, printed = reproduce("programs.py:unsteady", "--minutes", "0")
+    assert code == 1, printed
+    assert "ended with 0, expected 1" in printed
+    assert not (project / "found.py").exists()
+    assert (project / "found.best.py").exists(), "the best so far is kept"
+
+
+def test_any_other_exception_of_the_file_is_no_verdict(project: Path, reproduce: Reproduce) -> None:
+    reproduce("programs.py:raised")
+    text = (project / "found.py").read_text()
+    (project / "found.py").write_text(text.replace("no kernel of this name at 0x7f00", "another fault"))
+    assert ends(project) == [0, 125]
+
+
+def test_a_script_has_its_own_exit_codes(project: Path, reproduce: Reproduce) -> None:
+    (project / "mine.py").write_text(
+        "import sys, torch\nx = 1\nprint('seen', torch.wrong)\nsys.exit(torch.wrong)\n"
+    )
+    code, printed = reproduce("mine.py")
+    assert (code, ends(project)) == (0, [0, 1]), printed
+    assert "x = 1" not in (project / "found.py").read_text()
+
+
+def test_an_environment_that_is_gone_is_named(project: Path, reproduce: Reproduce) -> None:
+    (project / "candidate/python").unlink()
+    code, printed = reproduce("programs.py:listed")
+    assert code == 4
+    assert (
+        "the candidate environment is gone; build it again, or name an interpreter with --candidate"
+        in printed
+    )
+
+
+def test_the_reducer_keeps_what_the_predicate_needs(tmp_path: Path) -> None:
+    text = "import os\ndef f(x):\n    y = 4\n    if x:\n        for n in x:\n            print(n)\n    return y\nf(1)\n"
+    found = reduce(
+        text, lambda t: "print" in t and "f(1)" in t, Journal(tmp_path / "j"), time.monotonic() + 60
+    )
+    assert found == "def f(x):\n    print(n)\nf(1)"
+
+
+def test_a_continued_reduction_asks_nothing_twice(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def predicate(text: str) -> bool:
+        asked.append(text)
+        return "a = 1" in text
+
+    text = "a = 1\nb = 2\nc = 3\n"
+    first = reduce(text, predicate, Journal(tmp_path / "j"), time.monotonic() + 60)
+    count = len(asked)
+    assert reduce(text, predicate, Journal(tmp_path / "j"), time.monotonic() + 60) == first == "a = 1"
+    assert len(asked) == count > 0
+
+
+def test_no_try_begins_after_the_time_limit(tmp_path: Path) -> None:
+    text = "a = 1\nb = 2\n"
+    assert reduce(text, lambda _: True, Journal(tmp_path / "j"), time.monotonic()) == text
