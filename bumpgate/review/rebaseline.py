@@ -221,7 +221,9 @@ def plan_times(record: Record, old: Baseline) -> tuple[Baseline, list[BaselineCh
     rows = [j for j in record.judgements if of_host(j.row.id, j.row.better, j.row.unit)]
     lost = [j for j in rows if j.row.unmeasured and not j.gone]
     found = [j for j in rows if not j.row.unmeasured and (j.row.id in old.rows or not j.row.paired)]
-    refused = [f"{j.row.id}: {why}" for j in found if (why := _unacceptable(j, Baseline(old.lane), record))]
+    faults = {j.row.id: why for j in found if (why := _unacceptable(j, Baseline(old.lane), record))}
+    refused = [f"{id}: {why}" for id, why in faults.items() if id in old.rows]
+    found = [j for j in found if j.row.id not in faults]  # a new time that is undecided stays new
     if refused or lost:
         raise RefusedError(
             *refused, *(f"{j.row.id} would keep another host's value: {j.reason}" for j in lost)

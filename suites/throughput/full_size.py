@@ -124,12 +124,12 @@ def memory(name: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def full_size(name: str, policy: str, **changes: object) -> Iterator[FullSize]:
-    """Yield the preset `name` at full size, with `changes`, under `policy`; apply the contract, watch Dynamo.
+def full_size(name: str, policy: str) -> Iterator[FullSize]:
+    """Yield the preset `name` at full size under `policy`; apply the contract, watch Dynamo.
 
     Memory is freed at exit. The caller has claimed the memory (GIB) if other tests use the GPU.
     """
-    contract, config = load(), preset(name, "full", **changes)
+    contract, config = load(), preset(name, "full")
     with dynamo_config(read_dynamo_config(contract.dynamo)), DynamoWatch() as watch:
         torch.manual_seed(SEED)
         held = torch.cuda.memory_allocated()

@@ -7,7 +7,8 @@ from typing import Any
 
 from suites.cache.layers import cold_layers
 
-LARGEST_RATIO = 0.1
+# Of warm over cold CPU seconds. A restart that finds no entry of AOTAutograd compiles most of its graphs again.
+RATIO_TOLERANCE = 0.3
 RESTARTS = 2
 
 Process = dict[str, Any]

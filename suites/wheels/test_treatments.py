@@ -7,9 +7,7 @@ import pytest
 from suites.support.absent import not_run
 from suites.support.child import run_json
 from suites.support.gpu_memory import claimed
-from suites.support.gpu_timing import Rate
 from suites.support.lanes import Lane, lanes
-from suites.throughput.full_size import BATCH, CALLS, GIB, report_rate
 from suites.wheels.treatments import FORMS, SITES
 
 METRICS = ("raised", "graph_breaks", "unique_graphs", "recompiles_over_70_steps", "gradient_difference")
@@ -46,20 +44,3 @@ def test_wheel_under_dynamo(lane: Lane, form: str, row, canaries) -> None:
         row.bound(
             f"{case}/gradient_difference", seen["difference"], "ratio", at_most=LARGEST_DIFFERENCE, **about
         )
-
-
-@lanes("h200")
-@pytest.mark.parametrize("form", ["eager", *FORMS])
-def test_rate_with_wheels_under_dynamo(lane: Lane, form: str, row, exclusive_machine) -> None:
-    """nam52 with Mamba-2 mixers, whose A and M blocks call the wheels: tokens per second in each form."""
-    case = f"throughput/nam52-mamba2-wheels-{form}-{BATCH}x4096"
-    if reason := not_run(row, lane, [f"{case}/raised", f"{case}/tokens_per_second"], SITES):
-        pytest.skip(f"not run: {reason}")
-    with claimed(GIB["nam52"]):
-        found = run_json("suites.wheels.treatments", "rate", form, environment={}, timeout=SECONDS)
-    if "raised" in found:
-        row.count(f"{case}/raised", [found["raised"]], rule="C15", seen=1)
-        return
-    row.count(f"{case}/raised", 0, rule="C15", seen=CALLS["nam52"])
-    evidence = [f"{found['milliseconds']:.1f} ms a step, {found['breaks']} breaks, {found['graphs']} graphs"]
-    report_rate(row, case, "nam52", Rate(*found["rate"]), CALLS["nam52"], evidence)

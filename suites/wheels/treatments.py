@@ -1,19 +1,18 @@
-"""The functions of the kernel wheels inside the model's A and M blocks, passed to Dynamo in each of four forms.
+"""The functions of the kernel wheels inside the model's A and M blocks, passed to Dynamo in each of three forms.
 
-traced          as they are
 allow_in_graph  as one node of Dynamo's graph, which AOTAutograd traces
 disable         called outside of the graph: a break
 custom_op       wrapped in an opaque op with a fake and a backward
 
-`python -m suites.wheels.treatments counts FORM` and `... rate FORM` are one process each: a form that crashes takes no
-other one with it. B batch, T tokens, H heads, P head dim, N state dim, G groups.
+`python -m suites.wheels.treatments counts FORM` is a process of its own: a form that crashes takes no other one with
+it. B batch, T tokens, H heads, P head dim, N state dim, G groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -27,45 +26,60 @@ from kernels.ssd_chunk_scan import SsdInputs
 from launch.contract import load
 from launch.step import make_optimizer, train_step
 from model import Hybrid
+from suites.kernels.peer_tuning import keep_winners
 from suites.support.child import Programs
-from suites.support.gpu_timing import milliseconds, rate_of
 from suites.support.hybrids import build, token_batch, watched_hybrid
-from suites.throughput.full_size import CALLS, WARMUP, full_size
 
-FORMS = ("traced", "allow_in_graph", "disable", "custom_op")
+FORMS = ("allow_in_graph", "disable", "custom_op")
 CHUNK = 128
-MIXER = {"m_mixer": "mamba2"}
 # Two blocks A, two M and four E, of widths that every wheel takes: the trimmed flash-attn has head dims 64 and 128,
 # and causal-conv1d's rows of the input projection must be a multiple of 8 wide.
-NARROW = {"depth": 8, "q_heads": 2, "kv_heads": 1, "head_dim": 64, "m_heads": 8, "m_head_dim": 64, **MIXER}
+NARROW = {
+    "depth": 8,
+    "q_heads": 2,
+    "kv_heads": 1,
+    "head_dim": 64,
+    "m_heads": 8,
+    "m_head_dim": 64,
+    "m_mixer": "mamba2",
+}
 main = Programs()
 
 Function = Callable[..., Tensor]
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q (B,T,Hq,P), k and v (B,T,Hkv,P), one document a row -> (B,T,Hq,P)."""
-    return import_module("flash_attn").flash_attn_func(q, k, v, causal=True)
+def flash_attention() -> Function:
+    """Return q (B,T,Hq,P), k and v (B,T,Hkv,P), one document a row -> (B,T,Hq,P)."""
+    from flash_attn import flash_attn_func
+
+    return lambda q, k, v: flash_attn_func(q, k, v, causal=True)
 
 
-def chunk_scan(x: Tensor, dt: Tensor, A: Tensor, Bmat: Tensor, Cmat: Tensor, D: Tensor) -> Tensor:
-    """x (B,T,H,P), dt (B,T,H), A and D (H,), Bmat and Cmat (B,T,G,N), one document a row -> (B,T,H,P)."""
-    package = import_module("mamba_ssm.ops.triton.ssd_combined")
-    return package.mamba_chunk_scan_combined(x, dt, A, Bmat, Cmat, CHUNK, D=D)
+def chunk_scan() -> Function:
+    """Return x (B,T,H,P), dt (B,T,H), A (H,), B and C (B,T,G,N), D (H,), one document a row -> (B,T,H,P)."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    return lambda x, dt, A, Bmat, Cmat, D: mamba_chunk_scan_combined(x, dt, A, Bmat, Cmat, CHUNK, D=D)
 
 
-def short_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x (B,T,D), weight (D,W), bias (D,), one document a row -> silu of the convolution (B,T,D)."""
-    package = import_module("causal_conv1d")
-    return package.causal_conv1d_fn(x.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)
+def short_conv() -> Function:
+    """Return x (B,T,D), weight (D,W), bias (D,), one document a row -> silu of the convolution (B,T,D)."""
+    from causal_conv1d import causal_conv1d_fn
+
+    return lambda x, weight, bias: causal_conv1d_fn(
+        x.transpose(1, 2), weight, bias, activation="silu"
+    ).transpose(1, 2)
 
 
 class Site(NamedTuple):
-    """Where the model calls an op of a wheel. called: the wheel's function -> what replaces the model's op there."""
+    """Where the model calls an op of a wheel.
+
+    function: imports the wheel, outside of what Dynamo traces. called: its function -> what replaces the model's op.
+    """
 
     module: Any
     op: str
-    function: Function
+    function: Callable[[], Function]
     called: Callable[[Function], Callable[..., Any]]
 
 
@@ -92,23 +106,22 @@ SITES = {
 }
 
 
-def given_as(form: str, function: Function) -> Function:
+def given_as(form: str, name: str, function: Function) -> Function:
     """Return the function in one form. Raises KeyError on an unknown form."""
     return {
-        "traced": lambda function: function,
+        "eager": lambda function: function,
         "allow_in_graph": torch.compiler.allow_in_graph,
         "disable": torch.compiler.disable,
-        "custom_op": opaque,
+        "custom_op": partial(opaque, f"bumpgate_wheels::{name}"),
     }[form](function)
 
 
-def opaque(function: Function) -> Function:
+def opaque(name: str, function: Function) -> Function:
     """Wrap a differentiable function, whose result has the shape and dtype of its first input, in a custom op.
 
     The backward runs the function once more, as under activation checkpointing: a wheel's own backward has another
     signature in each release.
     """
-    name = f"bumpgate_wheels::{function.__name__}"
 
     def forward(inputs: list[Tensor]) -> Tensor:
         return function(*inputs).contiguous()
@@ -151,7 +164,7 @@ def inside(packages: Sequence[str], form: str) -> Iterator[None]:
     with ExitStack() as stack:
         for package in packages:
             site = SITES[package]
-            called = site.called(given_as(form, site.function))
+            called = site.called(given_as(form, site.function.__name__, site.function()))
             stack.enter_context(mock.patch.object(site.module, site.op, called))
         yield
 
@@ -170,10 +183,11 @@ def count(package: str, form: str) -> dict[str, Any]:
     `raised`, one line, if the model does not compile.
     """
     contract = load()
+    keep_winners()
     with watched_hybrid("nam52", "whole_opaque", device="cuda", backend="aot_eager", **NARROW) as hybrid:
         hybrid.model.bfloat16()
         ids = token_batch(hybrid.config, 2, device="cuda")
-        with inside([package], "traced"):
+        with inside([package], "eager"):
             eager = build(hybrid.config, "cuda", torch.bfloat16)
             expected = _loss_gradients(eager, eager(ids))
         with inside([package], form):
@@ -201,33 +215,6 @@ def count(package: str, form: str) -> dict[str, Any]:
 @main
 def counts(form: str) -> dict[str, Any]:
     return {package: count(package, form) for package in SITES}
-
-
-@main
-def rate(form: str) -> dict[str, Any]:
-    """Return tokens per second of nam52 at full width with all three wheels in one form, each block a region.
-
-    form "eager": nothing is compiled.
-    """
-    policy = "eager" if form == "eager" else "regional"
-    with (
-        inside(list(SITES), "traced" if form == "eager" else form),
-        full_size("nam52", policy, **MIXER) as hybrid,
-    ):
-        try:
-            hybrid.first_step()
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            return {"raised": f"{type(error).__name__}: {one_line(error)}"[:300]}
-        timing = milliseconds(hybrid.step, CALLS["nam52"], WARMUP["nam52"])
-        report = hybrid.watch.refresh()
-        return {
-            "rate": rate_of(hybrid.tokens, timing),
-            "milliseconds": timing.median,
-            "breaks": len(report.breaks),
-            "graphs": report.unique_graphs,
-        }
 
 
 if __name__ == "__main__":

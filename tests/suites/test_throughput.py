@@ -20,7 +20,6 @@ from suites.support.lanes import LANES
 from suites.support.planted import planted
 from suites.throughput.full_size import one_of_each_kind
 from suites.throughput.full_size_restarts import (
-    LARGEST_RATIO,
     coldest,
     ratio,
     restarts,
@@ -68,7 +67,6 @@ def test_ratio_is_of_cpu_seconds_of_the_cheapest_warm_restart(cheapest: float) -
     result = restarts(start)
     assert [seconds(process) for process in result["warm"]] == [5.0, 45.0]
     assert ratio(result["cold"], result["warm"]) == pytest.approx(cheapest)
-    assert (ratio(result["cold"], result["warm"]) <= LARGEST_RATIO) == (cheapest < 0.1)
 
 
 @pytest.mark.parametrize(
