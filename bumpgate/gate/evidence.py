@@ -92,8 +92,12 @@ def read_judged(path: Path) -> Record | GateFile:
     if moved := sorted(dict(digests.items() ^ raw["digests"].items())):
         raise GateFileError(f"{path}: {moved[0]} changed since the verdict: gate again")
     sides = {"adopted": found.adopted, "candidate": found.candidate}
-    judged = judge(gate, {name: side.record for name, side in sides.items()})
-    again = loads(redacted(json.dumps(judged.to_json())))
+    try:
+        judged = judge(gate, {name: side.record for name, side in sides.items()})
+        again = loads(redacted(json.dumps(judged.to_json())))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:  # a field of another type
+        why = one_line(f"{type(error).__name__}: {error}", 80)
+        raise GateFileError(f"{path}: it cannot be judged again ({why}): gate again") from None
     if other := [name for name in DECIDED if _without_repro(raw.get(name)) != _without_repro(again[name])]:
         raise GateFileError(
             f"{path}: its evidence gives {again['decision']} with {len(again['findings'])} findings, the file says"

@@ -29,6 +29,7 @@ from model import Hybrid
 from suites.kernels.peer_tuning import keep_winners
 from suites.support.child import Programs
 from suites.support.hybrids import build, token_batch, watched_hybrid
+from suites.support.instruments import autograd_in_custom_op
 
 FORMS = ("allow_in_graph", "disable", "custom_op")
 CHUNK = 128
@@ -127,7 +128,7 @@ def opaque(name: str, function: Function) -> Function:
         return function(*inputs).contiguous()
 
     def backward(inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
-        with _recording():
+        with autograd_in_custom_op():
             leaves = [t.detach().requires_grad_() for t in inputs]
             return [g.contiguous() for g in torch.autograd.grad(function(*leaves), leaves, gradient)]
 
@@ -144,18 +145,6 @@ def opaque(name: str, function: Function) -> Function:
 
     op.register_autograd(differentiate, setup_context=save)
     return lambda *inputs: op(list(inputs))
-
-
-@contextmanager
-def _recording() -> Iterator[None]:
-    """Let autograd record inside of a custom op, below which it is off."""
-    keys = torch._C.DispatchKey
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (keys.AutogradCPU, keys.AutogradCUDA):
-        excluded = excluded.remove(key)
-    included = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
-        yield
 
 
 @contextmanager

@@ -44,6 +44,16 @@ def test_complete_run_contains_every_kind_of_entry(whole: Whole) -> None:
     assert keys == {("probe",), ("index", "outcome"), ("mixture",), ("mixture", "outcome")}
 
 
+def test_second_end_needs_no_further_decision(tmp_path: Path) -> None:
+    """Both ends are one decision: after the first reading the file gets no other one."""
+    with begin(tmp_path / "bisect.jsonl", PLAN) as state:
+        first, second = state.decide()
+        state.record(first, read_candidate(state.search, first))
+        assert state.decide() == [second]
+    lines = [json.loads(line) for line in (tmp_path / "bisect.jsonl").read_text().splitlines()[1:]]
+    assert [[*line] for line in lines] == [["probe"], ["index", "outcome"]], "journal.py forgot a probe"
+
+
 def test_resume_after_truncation_at_any_byte_is_identical(
     tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def peak_memory(function: Callable[[], object]) -> Peak:
         function()
         torch.cuda.synchronize()
         return Peak(torch.cuda.max_memory_allocated() - held, _allocations() - before, "GPU")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(profile_memory=True) as profiled:
         function()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = most = 0

@@ -97,6 +97,18 @@ def present_activities() -> list[ProfilerActivity]:
 
 
 @contextmanager
+def autograd_in_custom_op() -> Iterator[None]:
+    """Let autograd record inside of a custom op, below which it is off."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradCPU, keys.AutogradCUDA):
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
+@contextmanager
 def host_syncs() -> Iterator[Counter[str]]:
     """Count the host's reads of tensor values inside the block: `.item()`, `bool(t)`, `int(t)`."""
     tally: Counter[str] = Counter()
