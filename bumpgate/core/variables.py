@@ -11,6 +11,7 @@ RUNS = {
     "BUMPGATE_GATE": "1 below a run with --gate: nothing that it starts may rewrite a baseline",
     "BUMPGATE_LOCK": "path of the lock of this run's environment, or none",
     "BUMPGATE_PARENT": "process id of the bumpgate that set the variables of this run",
+    "BUMPGATE_PROJECT": "the folder from which this side of a gate imports the project under test",
     "BUMPGATE_ROUNDS": "rounds of a timed row in a paired session",
     "BUMPGATE_SESSION": "the rows that a paired session times",
     "BUMPGATE_SHARE": "the GPUs and cores that this run may use",

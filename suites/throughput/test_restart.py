@@ -20,7 +20,14 @@ from suites.support.child import ENVIRONMENT, run_json
 from suites.support.lanes import Lane, lanes
 from suites.support.shared import made_once
 from suites.throughput.full_size import BATCH, POLICIES
-from suites.throughput.full_size_restarts import RATIO_TOLERANCE, Process, coldest, ratio, restarts, seconds
+from suites.throughput.full_size_restarts import (
+    RATIO_TOLERANCE,
+    Process,
+    coldest,
+    cpu_seconds,
+    ratio,
+    restarts,
+)
 
 pytestmark = pytest.mark.cold
 
@@ -151,18 +158,19 @@ def _report_layers(row, cold: Process, warm: Process) -> None:
 
 
 def _report_seconds(row, cold: Process, warm: list[Process]) -> None:
-    quickest, about = warm[0], {"rule": "C18", "seen": cold["graphs"]}
-    for label, process in (("cold", cold), ("warm", quickest)):
+    """Report CPU seconds: other tests run next to these processes."""
+    cheapest, about = min(warm, key=cpu_seconds), {"rule": "C18", "seen": cold["graphs"]}
+    for label, process in (("cold", cold), ("warm", cheapest)):
         spent = f"the ops' own kernels {process['kernels_seconds']:.1f} s, then {process['seconds']:.1f} s"
         timed = {**TIMED, "rule": "C18", "seen": process["graphs"], "measured": process["host"]}
-        row.cost(f"{CASE}/{label}_first_step_seconds", seconds(process), "s", evidence=[spent], **timed)
-    spent = f"CPU: cold {cold['cpu_seconds']:.1f} s, warm " + ", ".join(
-        f"{w['cpu_seconds']:.1f}" for w in warm
-    )
+        row.cost(
+            f"{CASE}/{label}_first_step_cpu_seconds", cpu_seconds(process), "s", evidence=[spent], **timed
+        )
+    spent = f"CPU: cold {cpu_seconds(cold):.1f} s, warm " + ", ".join(f"{cpu_seconds(w):.1f}" for w in warm)
     row.cost(
-        f"{CASE}/warm_over_cold", ratio(cold, warm), "ratio", tolerance=RATIO_TOLERANCE, rule="C18",
+        f"{CASE}/warm_over_cold_cpu", ratio(cold, warm), "ratio", tolerance=RATIO_TOLERANCE, rule="C18",
         seen=cold["counts"]["aot_miss"] or 0, evidence=[spent],
     )  # fmt: skip
-    losses = f"cold {cold['loss']!r}, warm {quickest['loss']!r}"
-    apart = abs(cold["loss"] - quickest["loss"])
+    losses = f"cold {cold['loss']!r}, warm {cheapest['loss']!r}"
+    apart = abs(cold["loss"] - cheapest["loss"])
     row.bound(f"{CASE}/loss_difference", apart, "nats", expected=0.0, evidence=[losses], **about)
