@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bumpgate.core.baseline import Baseline, BaselineError, Reviewed, load
 from tests.support.tree import ROOT
-from tools import kernel_peers, op_table
+from tools import op_table
 
 HERE = {"device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}
 OTHER = {"torch": "2.99.0", "triton": "9.9.9"}
 TIMED = {
     "kernels/scan-N64/forward_milliseconds": 0.5,
-    "kernels/scan-N64/forward_over_peer": 0.25,
     "kernels/scan-N64/forward_error_ratio": 1.25,
 }
 COMPILED = {
@@ -52,19 +50,21 @@ def cells(text: str) -> list[list[str]]:
 def test_markdown_row_has_errors_times_and_code() -> None:
     _, _, forward, both = cells(page(TIMED))
     assert forward == [
-        "`scan-N64`", "1.25", "-", "forward", "0.500", "2.000 peer", "0.25", "-", "128", "12",
+        "`scan-N64`", "1.25", "-", "forward", "0.500", "-", "-", "-", "128", "12",
     ]  # fmt: skip
     assert both == ["", "", "", "forward + backward", "-", "-", "-", "-", "", ""]
 
 
-def test_peer_is_the_fastest_of_those_measured() -> None:
-    rows = {"kernels/attention-P9/forward_milliseconds": 1.5, "kernels/attention-P9/forward_over_peer": 1.25}
-    rows["kernels/attention-P9/both_milliseconds"] = 6.0
-    others = {"attention-P9": {"cuDNN": [1.0, 4.0], "flash": [3.0, 9.0]}}
-    assert op_table.fastest_peer(rows, "attention-P9", "forward", {}) == ("1.200 flash-attn 2", "1.25")
-    assert op_table.fastest_peer(rows, "attention-P9", "forward", others) == ("1.000 cuDNN", "1.50")
-    assert op_table.fastest_peer(rows, "attention-P9", "both", others) == ("4.000 cuDNN", "1.50")
-    assert op_table.fastest_peer(rows, "mla-P9", "both", others) == ("-", "-")
+def test_peer_is_the_first_of_the_evidence() -> None:
+    run, _ = op_table.measured()
+    peers = op_table.peers_of(run)
+    assert peers["kernels/attention-P64/both"] == ("flash-attn 4", 3.7783)
+    assert peers["kernels/mamba3_siso-N64-G8/forward"][0] == "mamba-ssm"
+    rows = {"kernels/a-P9/forward_milliseconds": 1.5}
+    fastest = {"kernels/a-P9/forward": ("cuDNN", 1.0)}
+    assert op_table.fastest_peer(rows, "kernels/a-P9/forward", fastest) == ("1.000 cuDNN", "1.50")
+    assert op_table.fastest_peer(rows, "kernels/a-P9/both", fastest) == ("-", "-")
+    assert op_table.fastest_peer({}, "kernels/a-P9/forward", fastest) == ("-", "-")
 
 
 def test_marks_print_the_distance_and_the_known_bound() -> None:
@@ -91,21 +91,18 @@ def test_page_lists_the_marks_that_are_missed_or_not_measured() -> None:
 
 
 def test_results_of_another_build_are_not_mixed_into_the_table() -> None:
-    """Times of cuDNN, of the run with wheels, and counters: of the build of these rows, or of another one."""
-    wheels, peers, counters = op_table.measured()
-    timed = {
-        "kernels/attention-P128/forward_milliseconds": 1.5,
-        "kernels/attention-P128/both_milliseconds": 5.7,
+    """Times of peers, and counters: of the build of these rows, or of another one."""
+    run, counters = op_table.measured()
+    values = {
+        "kernels/attention-P64/forward_milliseconds": 1.5,
+        "kernels/dsa_indexer-K256-loss/both_roofline_fraction": 0.03,
     }
-    missed = {"kernels/dsa_indexer-K256-loss/both_roofline_fraction": 0.03}
-    rows = {id: Reviewed(value, "", "lower") for id, value in (timed | missed).items()}
+    rows = {id: Reviewed(value, "", "lower") for id, value in values.items()}
 
-    def text(build: dict[str, str], others: Any = peers) -> str:
-        return op_table.markdown(Baseline("h200", build, rows), compiled({}), wheels, others, counters)
+    def text(build: dict[str, str]) -> str:
+        return op_table.markdown(Baseline("h200", build, rows), compiled({}), run, counters)
 
-    other_peers = peers | {"made_with": peers["made_with"] | OTHER}
-    assert "0.971 cuDNN" in cells(text(peers["made_with"]))[2][5]
-    assert "1.688 flash-attn 2" in cells(text(wheels.provenance, other_peers))[2][5]
+    assert "1.165 flash-attn 4" in cells(text(run.provenance))[2][5]
     assert cells(text(OTHER))[2][5] == "-"
     of_counters = counters["dsa_indexer-K256-loss"]["made_with"]
     assert f"(on torch {of_counters['torch']}, triton" in text(OTHER)
@@ -121,12 +118,6 @@ def test_docs_table_matches_the_reviewed_rows() -> None:
     ran, compiled = (load(ROOT / "baselines" / f"{lane}.json", lane) for lane in ("h200", "cpu"))
     text = op_table.markdown(ran, compiled, *op_table.measured())
     assert (ROOT / "docs/kernels.md").read_text() == text, "python -m tools.op_table --out docs/kernels.md"
-
-
-def test_peers_are_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(kernel_peers, "gpu_models", list)
-    assert kernel_peers.main([]) == 3
-    assert capsys.readouterr().err.startswith("the NVIDIA driver lists no GPU")
 
 
 def test_unwritable_output_is_reported_in_one_line(tmp_path: Path, capsys) -> None:
