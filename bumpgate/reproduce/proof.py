@@ -29,7 +29,7 @@ try:
     if not torch.cuda.is_initialized():
         import torch._inductor.compile_fx
 except Exception:
-    pass
+    pass  # the program itself then says why torch does not import
 def program(path, log):
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for n in (1, 2):

@@ -56,7 +56,7 @@ def test_lane_without_a_newer_version_has_no_candidate(frozen: Run) -> None:
 
 
 def test_index_that_does_not_answer_is_no_green_night(frozen: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/index")
     code, out, err = frozen("lanes", "candidates", "--json")
     assert (code, out) == (4, "")
     assert "does not answer" in err

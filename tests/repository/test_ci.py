@@ -248,7 +248,7 @@ def test_action_gates_what_a_bot_moves_and_comments_once(tmp_path: Path) -> None
     comment = (tmp_path / "run/bump-0/temp/comment.md").read_text()
     assert comment == "<!-- bumpgate mine -->\nHOLD: torch 2.14.0\n"
     assert (tmp_path / "run/summary").read_text() == "HOLD: torch 2.14.0\n"
-    adopted = (tmp_path / "run/bump-0/work/bumps/requirements.txt").read_text()
+    adopted = (tmp_path / "run/bump-0/checkout/bumps/requirements.txt").read_text()
     assert adopted.startswith("torch==2.13.0")
 
 

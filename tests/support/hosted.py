@@ -92,11 +92,11 @@ class Runner:
 
     def run_job(self, name: str, raw: Mapping[str, Any], context: Mapping[str, Any]) -> Job:
         place = self.folder / name
-        for part in ("work", "temp"):
+        for part in ("checkout", "temp"):
             (place / part).mkdir(parents=True)
         job, self.exported = Job(), {}
         self.value(raw["runs-on"], context)
-        here = {"github.workspace": str(place / "work"), "runner.temp": str(place / "temp")}
+        here = {"github.workspace": str(place / "checkout"), "runner.temp": str(place / "temp")}
         self.steps(job, place, raw["steps"], {**context, **here})
         given = {**context, **{k: v for k, v in job.outputs.items() if k.startswith("steps.")}}
         job.outputs = {k: self.value(v, given) for k, v in raw.get("outputs", {}).items()}
@@ -142,14 +142,14 @@ class Runner:
         paths = [self.folder / "tools", Path(sys.executable).parent, "/usr/local/bin", "/usr/bin", "/bin"]
         env |= {"PATH": os.pathsep.join(map(str, paths)), "GITHUB_ACTION_PATH": str(self.source)}
         env |= {"RUNNER_TEMP": str(place / "temp"), "GITHUB_OUTPUT": str(output), "GITHUB_ENV": str(exports)}
-        env |= {"GITHUB_STEP_SUMMARY": str(summary), "GITHUB_WORKSPACE": str(place / "work")}
+        env |= {"GITHUB_STEP_SUMMARY": str(summary), "GITHUB_WORKSPACE": str(place / "checkout")}
         env |= {"GITHUB_REF_NAME": str(self.github.get("ref_name", "")), **self.variables, **self.exported}
         env |= {name: self.text(self.value(value, known)) for name, value in step.get("env", {}).items()}
         strict = ["--noprofile", "--norc", "-eo", "pipefail"] if step.get("shell") == "bash" else ["-e"]
         command = ["bash", *strict, "-c", self.text(self.value(step["run"], known))]
         if os.geteuid() == 0:
             command = [*ORDINARY, *command]
-        done = subprocess.run(command, cwd=place / "work", env=env, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=place / "checkout", env=env, capture_output=True, text=True)
         job.log += done.stdout + done.stderr
         for line in output.read_text().splitlines():
             name, _, value = line.partition("=")
@@ -160,7 +160,7 @@ class Runner:
 
     def action(self, place: Path, name: str, given: Mapping[str, Any]) -> int:
         """Do what an action of the forge does; an unknown one has no effect."""
-        work, artifacts = place / "work", self.folder / "artifacts"
+        work, artifacts = place / "checkout", self.folder / "artifacts"
         if name.startswith("actions/checkout@"):
             subprocess.run([*GIT, "clone", "--quiet", str(self.source), str(work)], check=True)
         elif name.startswith("actions/upload-artifact@"):
