@@ -87,12 +87,20 @@ class LaneSession:
             self.run.duplicates.add(Problem(nodeid, ProblemKind.FAILED, why))
 
     def _keep(self) -> None:
-        """Save the rows measured so far, every few seconds, so that a killed run loses none of them."""
+        """Save the rows and failures so far, every few seconds, so that a killed run loses none of them."""
         started = time.monotonic()
         if started < self.next_save or os.getpid() != self.process:
             return
+        rows = [*self.run.judgements.values()]
         with contextlib.suppress(OSError):  # a full disk is reported at the end
-            write_record(self.record_path, self.provenance, self.run.judgements.values(), complete=False)
+            write_record(
+                self.record_path,
+                self.provenance,
+                rows,
+                complete=False,
+                problems=problems(self.run, rows, ""),
+                tests=self.run.tests(),
+            )
         ended = time.monotonic()
         self.next_save = ended + max(KEEP_SECONDS, (ended - started) / KEEP_SHARE)
 

@@ -315,14 +315,17 @@ def test_record_is_written_before_xdist_waits_for_workers(project: Project) -> N
     assert project.verdicts() == {"good": "PASS", "z": "MISSING"}
 
 
-def test_killed_session_keeps_its_measured_rows(project: Project) -> None:
+def test_killed_session_keeps_its_rows_and_failures(project: Project) -> None:
     """And leaves no older record."""
+    failed = "@lanes('cpu')\ndef test_failed(lane):\n    assert 1 == 2\n"
     late = "    time.sleep(5.2)  # rows are saved every five seconds\n"
     killer = '\n@lanes("cpu")\ndef test_killer(lane):\n    os.kill(os.getpid(), signal.SIGKILL)\n'
-    for body, kept in ((GOOD + late + killer, {"good": "MISSING"}), (killer, {})):
+    for body, kept in ((failed + GOOD + late + killer, {"good": "MISSING"}), (killer, {})):
         project.tests(body)
         assert project.pytest(*RUN).code == -signal.SIGKILL
-        assert (project.record().complete, project.verdicts()) == (False, kept)
+        record = project.record()
+        assert (record.complete, project.verdicts()) == (False, kept)
+        assert any("assert 1 == 2" in str(problem) for problem in record.problems) == bool(kept)
 
 
 def test_run_stopped_early_is_not_complete(project: Project) -> None:
