@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import shlex
 import signal
 import subprocess
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from tests.support import golden
 from tests.support.bisects import KillPoints, check_every_kill_point, readings, run_loop
 from tests.support.builds import JUDGE, RAISES, Bisect, answer_of, bisecting, make_builds, start
 from tests.support.local_index import LocalIndex, isolated
+from tests.support.project import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +132,20 @@ def test_out_folder_holds_only_one_bisect(run: Bisect, index: LocalIndex, tmp_pa
     assert (tmp_path / "out/state.jsonl").read_bytes() == state
 
 
-def slow_test_command(folder: Path) -> str:
-    """Return a test command that logs a line for each finished probe."""
-    return f"sleep 0.1; {JUDGE}; code=$?; echo {{version}} >> {folder}/probed; exit $code"
+def held_test_command(folder: Path) -> str:
+    """Return a test command that logs a line for each probe, and hangs in the one whose number is in `at`."""
+    here = f'test "$(wc -l < {folder}/probed)" = "$(cat {folder}/at)" && touch {folder}/held && sleep 600'
+    return f"{JUDGE}; code=$?; echo {{version}} >> {folder}/probed; {here}; exit $code"
+
+
+def start_and_hold(folder: Path, number: int, *arguments: str) -> subprocess.Popen[str]:
+    """Start a bisect with that command, and wait until it hangs in probe `number` of those it has yet to make."""
+    probed = folder / "probed"
+    (folder / "at").write_text(str(number + (len(probed.read_text().split()) if probed.exists() else 0)))
+    (folder / "held").unlink(missing_ok=True)
+    process = start(folder, *arguments)
+    wait_for((folder / "held").exists, process)
+    return process
 
 
 def running_processes(marker: str) -> list[str]:
@@ -151,67 +161,34 @@ def running_processes(marker: str) -> list[str]:
     return found
 
 
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition; return whether it holds in time."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
-
-
-def settled(marker: str) -> bool:
-    """Whether all processes with the marker end within a few seconds."""
-    return until(lambda: not running_processes(marker), 5)
-
-
-def lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def kill_after(process: subprocess.Popen[str], state: Path, more: int, seconds: float) -> bool:
-    """Kill the process group `seconds` after the journal has grown by `more` lines; return False if it ended before."""
-    target = lines(state) + more
-    until(lambda: lines(state) >= target or process.poll() is not None, 120)
-    time.sleep(seconds)
-    if process.poll() is not None:
-        return False
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    return True
-
-
 def test_resume_after_kill_9_loses_no_probe(index: LocalIndex, tmp_path: Path) -> None:
     """After four kills, each resume continues, and the answer is that of an undisturbed run."""
-    dice = random.Random(9)
-    arguments = [*ENDS, "--command", slow_test_command(tmp_path), "--out", "out"]
-    kills = 0
-    for attempt in range(4):
-        process = start(tmp_path, *arguments, *(["--resume"] if attempt else []))
-        kills += kill_after(process, tmp_path / "out/state.jsonl", dice.randint(1, 4), dice.random() * 0.3)
+    arguments = [*ENDS, "--command", held_test_command(tmp_path), "--out", "out"]
+    numbers = (1, 3, 2, 2)
+    for attempt, number in enumerate(numbers):
+        process = start_and_hold(tmp_path, number, *arguments, *(["--resume"] if attempt else []))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
     process = start(tmp_path, *arguments, "--resume")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     answer = answer_of(tmp_path / "out")
-    assert kills >= 3
     assert (answer["suspects"], answer["last"]) == (["2.7.0"], "2.6.0")
     assert [change["name"] for change in answer["at_fault"]] == ["triton"]
     assert "first bad   torch 2.7.0" in out
-    # A probe is lost only if the kill falls between its exit and its reading.
+    # Only the probes in which it was killed are made again.
     ended = (tmp_path / "probed").read_text().split()
     kept = [code for code in readings(tmp_path / "out").values() if code is not None]
-    assert len(kept) <= len(ended) <= len(kept) + kills
-    assert settled(index.url), running_processes(index.url)
-    assert settled(str(tmp_path)), running_processes(str(tmp_path))
+    assert len(ended) == len(kept) + len(numbers)
+    wait_for(lambda: not running_processes(index.url) + running_processes(str(tmp_path)))
 
 
 def test_ctrl_c_exits_130_and_printed_command_resumes(index: LocalIndex, tmp_path: Path) -> None:
-    process = start(tmp_path, *ENDS, "--command", slow_test_command(tmp_path))
-    probed = tmp_path / "probed"
-    assert until(lambda: lines(probed) >= 2, 60)
+    process = start_and_hold(tmp_path, 2, *ENDS, "--command", held_test_command(tmp_path))
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
-    assert settled(str(tmp_path)), running_processes(str(tmp_path))
+    wait_for(lambda: not running_processes(str(tmp_path)))
     message, command = err.splitlines()
     assert message.endswith("probes are saved. Continue with:")
     process = start(tmp_path, *shlex.split(command)[2:])
@@ -219,7 +196,7 @@ def test_ctrl_c_exits_130_and_printed_command_resumes(index: LocalIndex, tmp_pat
     assert process.returncode == 0, err
     assert "resuming after" in out
     assert "at fault    triton 3.6.0 -> 3.7.0, not torch" in out
-    runs = Counter(probed.read_text().split())
+    runs = Counter((tmp_path / "probed").read_text().split())
     kept = Counter(
         place.rpartition(".")[0] for place in readings(tmp_path / f"bisect-torch-{ENDS[1]}-{ENDS[3]}")
     )
@@ -232,7 +209,7 @@ def test_answer_is_saved_before_attribution(index: LocalIndex, tmp_path: Path) -
     held = "test -d out/mixtures && ! test -e go && touch mixed && sleep 60"
     holds = f"{JUDGE}; code=$?; {held}; exit $code"
     process = start(tmp_path, *ENDS, "--command", holds, "--out", "out")
-    until(lambda: (tmp_path / "mixed").exists() or process.poll() is not None, 60)
+    wait_for((tmp_path / "mixed").exists, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from bumpgate.env.uv import host_settings
 from suites.support.planted import planted
 from tests.env.conftest import Run
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
+from tests.support.project import wait_for
 from tests.support.tree import ROOT
 
 TORCH = Request(("torch==1.0",))
@@ -203,13 +203,6 @@ def child() -> Iterator[Child]:
     for process in started:
         process.kill()
         process.communicate()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @planted("C19", "the disk is full in mid-build")

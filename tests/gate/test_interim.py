@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,13 +16,16 @@ from bumpgate.gate.timed import timed_rows
 from bumpgate.gate.verdict import Side
 from tests.support.gate_tree import Tree
 from tests.support.gating import TIME_ROW, TIME_TEST, Machine, count, labels, seconds
+from tests.support.project import wait_for
 
 
 @pytest.fixture
-def interim(tmp_path: Path) -> Interim:
+def interim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Interim:
+    """90 seconds after the start of a gate."""
+    monkeypatch.setattr(interim_module, "time", SimpleNamespace(monotonic=lambda: 90.0))
     sides = {name: Side(name, None) for name in ("adopted", "candidate")}
     records = {name: tmp_path / f"{name}.json" for name in sides}
-    return Interim("cpu", sides, records, time.monotonic() - 90, print)
+    return Interim("cpu", sides, records, 0.0, print)
 
 
 def save(interim: Interim, name: str, *judgements: Judgement) -> None:
@@ -70,9 +73,7 @@ def test_watching_thread_says_and_ends(interim: Interim, monkeypatch: pytest.Mon
     save(interim, "adopted", count())
     with interim.watching():
         save(interim, "candidate", count(14, Verdict.CHANGED))
-        until = time.monotonic() + 20
-        while not said and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_for(lambda: said)
     assert [line.partition(": ")[2] for line in said] == [CHANGED]
 
 

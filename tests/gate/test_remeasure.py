@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bumpgate.core.baseline import Reviewed, load, save
 from bumpgate.core.findings import Decision
 from bumpgate.core.rows import Judgement, Record, Row, Value, Verdict, read_record, write_record
-from bumpgate.gate import runner, state
+from bumpgate.gate import interim, runner, state
 from bumpgate.gate.interim import Interim
 from bumpgate.gate.plan import SessionPlan
 from bumpgate.gate.remeasure import MOST_TESTS, better_reading, outside_on_one_side
@@ -290,12 +290,15 @@ def test_gate_file_of_an_earlier_version_can_be_read(machine: Machine, out: Path
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_time_to_be_read_again_does_not_hold_so_far(tmp_path: Path, again: bool) -> None:
+def test_time_to_be_read_again_does_not_hold_so_far(
+    tmp_path: Path, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fast gate reports it at once."""
+    monkeypatch.setattr(interim, "time", SimpleNamespace(monotonic=lambda: 90.0))
     records = {name: tmp_path / f"{name}.json" for name in SIDES}
     for name, seconds in zip(SIDES, (19.87, 20.46)):
         write_record(records[name], {"lane": "cpu"}, [reading(seconds)], complete=False)
     sides = {name: Side(name, None) for name in SIDES}
-    found = Interim("cpu", sides, records, time.monotonic() - 90, print, again).look(progress=True)
+    found = Interim("cpu", sides, records, 0.0, print, again).look(progress=True)
     held = f"1.5 min: HOLD so far: REGRESSION first_call_cpu_seconds: 20.46 s; {ROW}"
     assert found == (["1.5 min: 1 row compared: none holds so far"] if again else [held])

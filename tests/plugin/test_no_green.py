@@ -8,7 +8,6 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from bumpgate.core.rows import read_record
 from bumpgate.plugin import run as plugin
 from bumpgate.process import host
 from bumpgate.process.runner import LaneCall, child_environment, run_lane
-from tests.support.project import GOOD, Project, counted
+from tests.support.project import GOOD, Project, counted, wait_for
 
 GATE = ("-m", "cpu", "-n", "0", "--gate")
 SLOW = """
@@ -229,9 +228,7 @@ def test_run_that_ends_early_leaves_no_older_record(lane: Project, broken: str) 
 def test_signal_to_the_parent_alone_ends_the_run(lane: Project) -> None:
     lane.tests(GOOD + "    open('began', 'w').close()\n    time.sleep(100)\n")
     process = lane.start("-m", "pytest", *GATE)
-    while not (lane.root / "began").exists():
-        assert process.poll() is None
-        time.sleep(0.1)
+    wait_for((lane.root / "began").exists, process)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 2

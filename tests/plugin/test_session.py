@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import textwrap
-import time
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,7 @@ from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.process.file_transaction import AdoptionError
 from bumpgate.review.reviewed_findings import reviewed
 from tests.support.gate_files import gate_of
-from tests.support.project import GOOD, Project, counted
+from tests.support.project import GOOD, Project, counted, wait_for
 
 RUN = ("-m", "cpu", "-n", "0")
 FILE = "suites/compile/test_a.py"
@@ -273,6 +272,17 @@ def test_kernel_that_this_triton_does_not_launch_is_listed(project: Project) -> 
     assert (again.code, project.verdicts()) == (0, {"new": "PASS"}), again.out
 
 
+# The session itself, and no worker, has the reports of a test.
+SAYS_REPORTED = """
+import os, pytest
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report):
+    if report.when == "teardown" and "PYTEST_XDIST_WORKER" not in os.environ:
+        open("reported", "w").close()
+"""
+
+
 def start_and_wait_for_the_second_test(project: Project, workers: str) -> subprocess.Popen[str]:
     """Start a session and wait until its first test has reported its row and the second one sleeps."""
     body = """
@@ -283,12 +293,10 @@ def start_and_wait_for_the_second_test(project: Project, workers: str) -> subpro
         time.sleep(60)
     """
     project.tests(GOOD + textwrap.dedent(body))
+    project.write("suites/conftest.py", SAYS_REPORTED)
     project.baseline(good=counted("test_good"), z=counted("test_z"))
     process = project.start("-m", "pytest", "-m", "cpu", "-n", workers)
-    until = time.monotonic() + 60
-    while not (project.root / "there").exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    time.sleep(0.5)
+    wait_for(lambda: all((project.root / name).exists() for name in ("reported", "there")), process)
     return process
 
 
@@ -308,9 +316,7 @@ def test_record_is_written_before_xdist_waits_for_workers(project: Project) -> N
     """A hanging worker delays the session for seconds; the record exists if it is killed then."""
     process = start_and_wait_for_the_second_test(project, "1")
     process.send_signal(signal.SIGINT)
-    until = time.monotonic() + 60
-    while not project.record().judgements and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_for(lambda: project.record().judgements)
     os.kill(int((project.root / "there").read_text()), 0)  # raises if the worker has ended
     assert project.verdicts() == {"good": "PASS", "z": "MISSING"}
 
@@ -318,9 +324,12 @@ def test_record_is_written_before_xdist_waits_for_workers(project: Project) -> N
 def test_killed_session_keeps_its_rows_and_failures(project: Project) -> None:
     """And leaves no older record."""
     failed = "@lanes('cpu')\ndef test_failed(lane):\n    assert 1 == 2\n"
-    late = "    time.sleep(5.2)  # rows are saved every five seconds\n"
+    project.write(
+        "suites/conftest.py",
+        "import bumpgate.plugin.session as s\ns.KEEP_SECONDS, s.KEEP_SHARE = 0.0, float('inf')\n",
+    )
     killer = '\n@lanes("cpu")\ndef test_killer(lane):\n    os.kill(os.getpid(), signal.SIGKILL)\n'
-    for body, kept in ((failed + GOOD + late + killer, {"good": "MISSING"}), (killer, {})):
+    for body, kept in ((failed + GOOD + killer, {"good": "MISSING"}), (killer, {})):
         project.tests(body)
         assert project.pytest(*RUN).code == -signal.SIGKILL
         record = project.record()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ import pytest
 from bumpgate.process.file_transaction import (
     ADOPTION,
     IN_TREE,
-    SILENT_SECONDS,
     AdoptionError,
     Edit,
     Operation,
@@ -89,18 +86,16 @@ with writing(root):
     replace_all(root, [Edit({BASELINE!r}, before, (before or "") + sys.argv[1])])
 """
 
-    def write(name: str) -> tuple[int, str]:
-        command = [sys.executable, "-c", program, name]
-        done = subprocess.run(command, timeout=60, stderr=subprocess.PIPE, text=True)
-        return done.returncode, done.stderr
-
-    with ThreadPoolExecutor() as pool:
-        with writing(root):
-            started = [pool.submit(write, name) for name in "abc"]
-            time.sleep(SILENT_SECONDS + 3)
-        done = [each.result() for each in started]
-    assert [code for code, _ in done] == [0, 0, 0]
-    assert any("another command changes the reviewed files of this tree; waiting" in err for _, err in done)
+    started = []
+    with writing(root):
+        for name in "abc":
+            command = [sys.executable, "-c", program, name]
+            started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        for process in started:
+            assert process.stderr
+            said = process.stderr.readline()
+            assert said.startswith("another command changes the reviewed files of this tree; waiting")
+    assert [(*process.communicate(), process.returncode) for process in started] == [(None, "", 0)] * 3
     assert sorted(read(root / BASELINE) or "") == ["a", "b", "c"]
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 import venv
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from bumpgate.process import child
 from bumpgate.process.host import read_or_empty
 from bumpgate.process.runner import (
     NOTHING_SELECTED,
@@ -24,7 +24,7 @@ from bumpgate.process.runner import (
     installed,
     run_lane,
 )
-from tests.support.project import GOOD, PLUGINS, Project, counted
+from tests.support.project import GOOD, PLUGINS, Project, counted, wait_for
 
 PYTHON = Path(sys.executable)
 QUICK = PLUGINS | {"PYTHONDONTWRITEBYTECODE": "1"}
@@ -161,11 +161,17 @@ def test_run_lane_keeps_the_partial_record_of_a_crash(project: Project) -> None:
     assert not found.record.complete
 
 
-def test_run_lane_timeout_keeps_record_and_leaves_no_process(project: Project) -> None:
+def test_run_lane_timeout_keeps_record_and_leaves_no_process(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time is over as soon as the second test sleeps."""
+    there = project.root / "there"
+    over = SimpleNamespace(monotonic=lambda: 2.0 * (len(read_or_empty(there).split()) == 2))
+    monkeypatch.setattr(child, "time", over)
     project.tests(GOOD + SLEEPER)
     project.baseline(good=counted("test_good"), sleeps=counted("test_sleeps"))
-    found = run(project, timeout=3.0, check_import=False)
-    assert found.failure == "no end within 3 s"
+    found = run(project, timeout=1.0, check_import=False)
+    assert found.failure == "no end within 1 s"
     assert found.record
     verdicts = {j.row.id.split("/")[1]: j.verdict.value for j in found.record.judgements}
     assert verdicts == {"good": "PASS", "sleeps": "MISSING"}
@@ -181,19 +187,12 @@ def test_killed_parent_ends_the_lane_run(project: Project, number: signal.Signal
         f"environment={QUICK!r})\nrun_lane(call)"
     )
     starter = project.start("-c", program)
-    wait_for(60, lambda: len(read_or_empty(project.root / "there").split()) == 2)
+    wait_for(lambda: len(read_or_empty(project.root / "there").split()) == 2)
     started = (project.root / "there").read_text()
     assert alive(started), "the test and its child process"
     starter.send_signal(number)
     starter.communicate(timeout=60)
-    wait_for(20, lambda: not alive(started))
-
-
-def wait_for(seconds: float, condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for(lambda: not alive(started))
 
 
 def alive(pids: str) -> bool:

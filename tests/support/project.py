@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,15 @@ def test_good(lane, row):
 def interruptible() -> None:
     """Restore SIGINT: a runner started in the background ignores it, and its children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+    """Wait until a condition holds. It fails if the process has ended before, or after five minutes."""
+    until = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < until, "the condition did not hold within five minutes"
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.01)
 
 
 def spawn(folder: Path, env: Mapping[str, str], *args: str) -> subprocess.Popen[str]:
@@ -155,6 +165,10 @@ class Project(Folder):
             k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TORCHINDUCTOR", "BUMPGATE"))
         }
         self.env |= PLUGINS
+        # The machine's lock, and the durations of the user's own lanes, are not those of a test.
+        own = root.with_name(f"{root.name}-own")
+        own.mkdir(exist_ok=True)
+        self.env |= {"TMPDIR": str(own), "BUMPGATE_HOME": str(own / "home")}
         # A fake torch rewritten within a second with the same length would be loaded from stale bytecode.
         self.env["PYTHONDONTWRITEBYTECODE"] = "1"
 
