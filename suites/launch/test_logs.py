@@ -6,20 +6,16 @@ The corpus is fixtures/logs; its NOTICE lists which lines were measured and whic
 from __future__ import annotations
 
 import gzip
-import io
-import json
 import random
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bumpgate import cli
 from bumpgate.core.toml import tomllib
 from bumpgate.logs import (
     ALERT,
@@ -325,47 +321,8 @@ def test_invalid_families_are_refused(old: str, new: str, words: str, tmp_path: 
     assert "\n" not in str(caught.value)
 
 
-@pytest.fixture
-def run(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
-    """Run `bumpgate logs` in this process; return its exit code and output."""
-
-    def call(*arguments: str, stdin: str = "") -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["bumpgate", "logs", *arguments])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        return int(caught.value.code or 0), "".join(capsys.readouterr())
-
-    return call
-
-
-def test_logs_command(tmp_path: Path, run) -> None:
-    path = tmp_path / "x.log"
-    breaks = [line for line in FILES["breaks"] if "Tensor.item()" not in line]
-    shown = r"ALERT +recompile_limit: 2 events on 2 ranks, first \S+:\d+ rank [01]"
-    for lines, options, expected, words in (
-        (["step 1 loss 2.5\n"], (), CLEAN, r"^1 lines, 0 unknown events\n$"),
-        (FILES["ranks"], (), ALERT, shown),
-        (FILES["ranks"], ("--markdown",), ALERT, "^### First cause: "),
-        (FILES["builtin"], ("--bound", "recompile=0"), CLEAN, ""),
-        (breaks, ("--bound", "graph_break=4"), UNKNOWN, ""),
-        (breaks, ("--bound", "graph_break=3"), ALERT, ""),
-    ):
-        path.write_text("".join(lines))
-        code, text = run(str(path), *options)
-        assert (code, bool(re.search(words, text))) == (expected, True), (options, text)
-    path.write_text(HERE + "new\n")
-    code, text = run(str(path), "--json")
-    assert (code, json.loads(text)["unknown"][0]["first"]["level"]) == (UNKNOWN, "W")
-    assert run("-", stdin="step 1 loss: nan\n")[0] == ALERT
-    bound = [str(path), "--bound"]
-    for wrong in (["/absent/x.log"], [], [*bound, "disk_full=1"], [*bound, "graph_break"]):
-        code, text = run(*wrong)
-        assert (code, text.count("\n")) == (4, 1), wrong
-
-
 @planted("C26", "a log that is packed, damaged, or no text")
-def test_inputs_are_read_or_refused(tmp_path: Path, run) -> None:
+def test_inputs_are_read_or_refused(tmp_path: Path) -> None:
     text = "step 1 loss 2.5\nRuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
     (tmp_path / "rank3.log.gz").write_bytes(gzip.compress(text.encode()))
     (tmp_path / "rank1.log").write_text("step 1 loss 2.5\n")
@@ -381,8 +338,9 @@ def test_inputs_are_read_or_refused(tmp_path: Path, run) -> None:
     ):
         if content is not None:
             (tmp_path / name).write_bytes(content)
-        code, output = run(str(tmp_path / name))
-        assert (code, words in output, output.count("\n")) == (4, True, 1), output
+        with pytest.raises(LogsError, match=words) as caught:
+            classify_files([tmp_path / name])
+        assert "\n" not in str(caught.value)
 
 
 def test_column_of_few_lines_is_a_prefix_only_in_all() -> None:
