@@ -23,7 +23,7 @@ from bumpgate.env import store
 from bumpgate.env.locks import Locked, Wheel, lock_text, read_lock
 from bumpgate.env.store import sha256_of
 from suites.support.planted import planted
-from tests.support.local_index import fake_wheel
+from tests.support.local_index import LocalIndex, fake_wheel
 from tests.support.machine import LANE, LOCK, Machine, defects
 from tests.support.tree import ROOT
 
@@ -45,6 +45,51 @@ def cli(machine: Machine, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def by_code(findings: list[CheckResult], code: str) -> CheckResult:
     return next(f for f in findings if f.code == code and f.status is not Status.OK)
+
+
+@pytest.fixture
+def nightlies(machine: Machine, tmp_path: Path) -> Iterator[LocalIndex]:
+    """An index that a machine reads, on which the lane of the cpu needs torch alone."""
+    machine.edit("pyproject.toml", 'cpu = [{ include-group = "suite" }, ', "cpu = [")
+    with LocalIndex([fake_wheel(tmp_path / "wheels", "torch", "2.14.0")]) as index:
+        machine.environment |= {"UV_DEFAULT_INDEX": index.url, "BUMPGATE_HOME": str(tmp_path / "home")}
+        yield index
+
+
+def test_newest_nightly_is_built_and_examined(
+    machine: Machine, nightlies: LocalIndex, tmp_path: Path
+) -> None:
+    """Against its own lock: that it is not the adopted torch is no defect."""
+    for day in (1, 2):
+        text = {"torch/__init__.py": "raise ImportError('libtorch_cpu.so: undefined symbol')"}
+        text["torch/version.py"] = f"__version__ = '2.15.0.dev2026110{day}+cpu'\ncuda = None\n"
+        nightlies.add(fake_wheel(tmp_path / "wheels", "torch", f"2.15.0.dev2026110{day}+cpu", text))
+    done = cli(machine, "--nightly", "torch")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.startswith("torch==2.15.0.dev20261102: the newest nightly that resolves in lane cpu\n")
+    shown = {line.split()[1]: line for line in lines if line.startswith(("ok ", "DEFECT "))}
+    assert shown["BG202"].endswith("as in its own lock: torch ==2.15.0.dev20261102+cpu")
+    assert shown["BG301"].startswith("DEFECT ")
+    assert shown["BG301"].endswith("ImportError: libtorch_cpu.so: undefined symbol")
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (
+            "",
+            "--nightly torch: none is newer than lane cpu's and resolves: name an index of nightlies in UV_INDEX",
+        ),
+        ("http://127.0.0.1:1/index", "does not answer"),
+    ],
+    ids=["releases alone", "no network"],
+)
+def test_absent_nightly_is_one_line(machine: Machine, nightlies: LocalIndex, index: str, words: str) -> None:
+    machine.environment |= {"UV_DEFAULT_INDEX": index} if index else {}
+    done = cli(machine, "--nightly", "torch")
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (4, "", 1), done.stderr
+    assert words in done.stderr
 
 
 def test_doctor_reports_this_machine_healthy(machine: Machine) -> None:
