@@ -80,6 +80,7 @@ case "$name $1 $2" in
     case $DECISION in ADOPT) exit 0 ;; HOLD) exit 1 ;; *) exit 125 ;; esac ;;
   "bumpgate report "*) echo "$DECISION: torch 2.14.0" > "${2%.json}.md"; touch record.md ;;
   "bumpgate bisect "*) mkdir -p "$7" && echo '{}' > "$7/bisect.json" ;;
+  "bumpgate reproduce "*) [ -z "$NO_PROGRAM" ] || exit 4; touch "$4" ;;
   "bumpgate adopt "*) mkdir -p lanes/cpu && echo "# adopted" >> lanes/cpu/pylock.toml ;;
   "gh api "*) [ -z "$READ_ONLY" ] || exit 1; [[ "$*" != *--paginate* ]] || echo "$COMMENTS" ;;
   "gh pr list") echo 0 ;;
@@ -171,11 +172,18 @@ def test_nightly_adopts_each_lane_apart_and_opens_the_pull_request(tmp_path: Pat
     assert "bumpgate notify --github o/r\n" in calls, "nothing was bisected, and it is no dry run"
 
 
-def test_nightly_that_holds_is_red_bisected_and_told(tmp_path: Path) -> None:
-    jobs, calls = nightly(tmp_path, LISTED[:1], DECISION="HOLD")
+@pytest.mark.parametrize("without", ["", "1"], ids=["program", "no program"])
+def test_nightly_that_holds_is_red_bisected_reproduced_and_told(tmp_path: Path, without: str) -> None:
+    jobs, calls = nightly(tmp_path, LISTED[:1], DECISION="HOLD", NO_PROGRAM=without)
     red = dict.fromkeys(("gate", "every-lane"), "failure") | dict.fromkeys(("adopt", "mirror"), "skipped")
     assert results(jobs) == dict.fromkeys(jobs, "success") | red, jobs
-    assert f"bumpgate bisect --lane cpu --from-gate {ROOM}/gate.json --out bisect-{ROOM}" in calls
+    bisect = f"bumpgate bisect --lane cpu --from-gate {ROOM}/gate.json --out bisect-{ROOM}\n"
+    reproduce = f"bumpgate reproduce {ROOM}/gate.json --out bisect-{ROOM}/reproducer.py\n"
+    assert bisect in calls.partition(reproduce)[0]
+    assert (tmp_path / f"run/artifacts/bisect-{ROOM}/reproducer.py").exists() == (not without)
+    assert ("::warning::no reproducer: bumpgate reproduce ended with 4" in jobs["bisect"].log) == bool(
+        without
+    )
     assert f"--bisect bisect-{ROOM}/bisect.json" in calls
 
 
