@@ -21,7 +21,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from bumpgate.core import accepted, hosts, outcomes, rules
+from bumpgate.core import accepted, hosts, rules
 from bumpgate.core.baseline import CALIBRATION, Baseline, inherited, judge, load
 from bumpgate.core.errors import one_line
 from bumpgate.core.lanes import how_to_declare, is_foreign
@@ -486,28 +486,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         if judged(item):
             raise
         pytest.skip(f"not measured: {one_line(error)}")
-    report_benchmark(item)
     recorder = item.stash.get(RECORDER, None)
     if recorder is not None:
         recorder.fail_if_red()
     return result
-
-
-def report_benchmark(item: pytest.Item) -> None:
-    """Report the median of pytest-benchmark's fixture as a row, which a gate measures in paired sessions.
-
-    Under --gate a benchmark that is switched off fails the test.
-    """
-    lane = lane_of(item)
-    fixture: Any = getattr(item, "funcargs", {}).get("benchmark")
-    if lane is None or fixture is None:
-        return
-    if getattr(fixture, "disabled", False) and item.config.option.gate:
-        why = "pytest-benchmark is disabled (by xdist or an option) under --gate: run with -n 0"
-        pytest.fail(why, pytrace=False)
-    stats = getattr(getattr(fixture, "stats", None), "stats", None)
-    if stats:
-        spread = f"{stats.rounds} rounds from {stats.min:.3g} to {stats.max:.3g} s"
-        id = f"benchmark/{outcomes.case(item.nodeid)}/median_seconds"
-        row = recorder_of(item, lane)
-        row.cost(id, float(stats.median), "s", seen=stats.rounds, evidence=[spread], paired=True)

@@ -173,6 +173,10 @@ class _LaneHooks:
                 from bumpgate.plugin import assignment
 
                 _register(config, assignment, "bumpgate-assignment")
+            if hasattr(config.option, "benchmark_disable"):  # of pytest-benchmark
+                from bumpgate.plugin import benchmark
+
+                _register(config, benchmark, "bumpgate-benchmark")
         if config.option.affected:
             from bumpgate.plugin.affected import Affected
 
@@ -237,13 +241,18 @@ def _register(config: pytest.Config, plugin: object, name: str) -> None:
         raise pytest.UsageError(f"-p no:{name}: a lane run needs this plugin: leave the option out")
 
 
-@pytest.hookimpl(optionalhook=True)
+@pytest.hookimpl(optionalhook=True, tryfirst=True)  # before xdist's own
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Return the workers of `-n auto`, the default. At least one, so that a crash or hang costs one test, not the run.
 
     On a GPU, as many as the machine has cores for, and at most MOST_GPU_WORKERS for each visible GPU. On a CPU, one for
-    each core that has memory for it, or PYTEST_XDIST_AUTO_NUM_WORKERS. None, xdist's own number, outside a lane.
+    each core that has memory for it, or PYTEST_XDIST_AUTO_NUM_WORKERS. None, xdist's own number, outside a lane. No
+    worker with an option of pytest-benchmark that compares.
     """
+    from bumpgate.plugin.benchmark import needs_one_process
+
+    if named_lanes(config) and needs_one_process(config):
+        return 0
     found = [lanes_of(config)[name] for name in named_lanes(config)]
     devices = [lane.device for lane in found]
     if devices == ["cuda"]:

@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -70,6 +70,22 @@ class Median:
     def evidence(self) -> tuple[str, ...]:
         return self.lines
 
+    @classmethod
+    def of(
+        cls,
+        values: Sequence[float],
+        series: Mapping[str, tuple[float, ...]] | None = None,
+        lines: tuple[str, ...] = (),
+    ) -> Median:
+        """Return the median of positive values; of fewer than QUIET_NEEDED, with an interval of a factor of 2."""
+        logs = sorted(map(math.log, values))
+        n, median = len(logs), math.exp(statistics.median(logs))
+        if n < QUIET_NEEDED:
+            return cls(median, median / 2, median * 2, n, series or {}, lines)
+        reach = math.ceil(2.576 * math.sqrt(n) / 2)
+        low, high = logs[max(0, n // 2 - reach)], logs[min(n - 1, n // 2 + reach)]
+        return cls(median, math.exp(low), math.exp(high), n, series or {}, lines)
+
     def times(self, factor: float) -> Median:
         """Return the median multiplied by a positive constant. Its series stays the measured one."""
         return replace(self, median=self.median * factor, low=self.low * factor, high=self.high * factor)
@@ -119,13 +135,7 @@ class Rounds:
         return self._median(self.wall[name], self.seconds[name], self.paired_waits(name))
 
     def _median(self, above: list[float], below: list[float], series: dict[str, tuple[float, ...]]) -> Median:
-        logs = sorted(math.log(a / b) for a, b in zip(above, below))
-        n, median = len(logs), math.exp(statistics.median(logs))
-        if self.quiet < QUIET_NEEDED:
-            return Median(median, median / 2, median * 2, n, series, self.evidence())
-        reach = math.ceil(2.576 * math.sqrt(n) / 2)
-        low, high = logs[max(0, n // 2 - reach)], logs[min(n - 1, n // 2 + reach)]
-        return Median(median, math.exp(low), math.exp(high), n, series, self.evidence())
+        return Median.of([a / b for a, b in zip(above, below)], series, self.evidence())
 
     def paired_costs(self, numerator: str, denominator: str = "") -> dict[str, tuple[float, ...]]:
         """Return the series that the gate compares round by round with the other side's; empty outside of a duet.

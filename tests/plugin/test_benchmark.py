@@ -23,6 +23,7 @@ def pytest_runtest_call(item):
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
 """
 REAL = ("-p", "pytest_benchmark.plugin")
+ID = "benchmark/bench-test_sort-test_sort/median_seconds"
 
 
 @pytest.fixture
@@ -41,8 +42,7 @@ def test_median_of_a_benchmark_is_a_paired_row(foreign: Foreign) -> None:
     assert ran.code == 0, ran.out + ran.err
     (found,) = foreign.record().judgements
     row = found.row
-    id = "benchmark/bench-test_sort-test_sort/median_seconds"
-    assert (row.id, row.unit, row.better) == (id, "s", "lower")
+    assert (row.id, row.unit, row.better) == (ID, "s", "lower")
     (own,) = json.loads((foreign.root / ".tmp/own.json").read_text())["benchmarks"]
     assert (row.value, row.witness) == (own["stats"]["median"], own["stats"]["rounds"])
     assert (row.paired, row.test) == (True, "bench/test_sort.py::test_sort")
@@ -51,11 +51,33 @@ def test_median_of_a_benchmark_is_a_paired_row(foreign: Foreign) -> None:
     assert json.loads((foreign.root / "baselines/mine.json").read_text())["rows"] == {}, "not a reviewed row"
 
 
-def test_disabled_benchmark_is_red_under_gate(foreign: Foreign) -> None:
-    assert foreign.pytest(*REAL, "-m", "mine", "--benchmark-disable").code == 0
-    ran = foreign.pytest(*REAL, "-m", "mine", "--benchmark-disable", "--gate")
-    assert ran.code == 1
-    assert "pytest-benchmark is disabled" in ran.out
+def test_disabled_benchmark_is_not_run_by_name(foreign: Foreign) -> None:
+    ran = foreign.pytest(*REAL, "-m", "mine", "--benchmark-disable")
+    assert ran.code == 0
+    assert f"{ID}: pytest-benchmark is disabled" in ran.out
+    assert foreign.pytest(*REAL, "-m", "mine", "--benchmark-disable", "--gate").code == 1
+
+
+def test_benchmark_is_timed_saved_and_compared_next_to_workers(foreign: Foreign) -> None:
+    """One worker measures alone. An option that compares takes one process by default, and refuses a given number."""
+    foreign.write("conftest.py", "")
+    foreign.write("bench/test_other.py", "import pytest\n@pytest.mark.mine\ndef test_other(): pass\n")
+    workers = (*REAL, "-p", "xdist", "-m", "mine", "-n")
+    ran = foreign.pytest(*workers, "2", "--gate", "--benchmark-save=first")
+    assert ran.code == 0, ran.out + ran.err
+    assert "xdist plugin is active" not in ran.out + ran.err
+    (found,) = foreign.record().judgements
+    assert found.row.id == ID
+    assert found.row.interval[0] <= found.row.value <= found.row.interval[1]
+    (saved,) = (foreign.root / ".benchmarks").rglob("*_first.json")
+    (own,) = json.loads(saved.read_text())["benchmarks"]
+    assert own["stats"]["median"] == found.row.value
+    compared = foreign.pytest(*workers, "auto", "--benchmark-compare")
+    assert compared.code == 0, compared.out + compared.err
+    assert "test_sort (0001_first)" in compared.out
+    refused = foreign.pytest(*workers, "2", "--benchmark-compare-fail=median:5%")
+    assert refused.code == 4
+    assert "--benchmark-compare-fail needs all benchmarks in one process: add -n 0" in refused.err
 
 
 def test_benchmark_outside_a_lane_writes_no_record(foreign: Foreign) -> None:
