@@ -174,7 +174,7 @@ def _check_paths(root: Path, lane: Lane) -> None:
 
 
 def require(root: Path, name: str) -> Lane:
-    """Return the lane of that name. Raises LaneError, with how to declare it, if the repository has none."""
+    """Return the lane of that name; of an empty name, the only one. Raises LaneError, with how to declare it."""
     return choose(load(root), name)
 
 
@@ -182,6 +182,10 @@ def choose(lanes: Mapping[str, Lane], name: str) -> Lane:
     """Return a lane like `require`, from lanes that have been read already."""
     if name in lanes:
         return lanes[name]
+    if not name and len(lanes) == 1:
+        return next(iter(lanes.values()))
+    if not name and lanes:
+        raise LaneError(f"name the lane: --lane {' or '.join(lanes)}")
     close = get_close_matches(name, lanes, 1, LIKE)
     fix = f"did you mean {close[0]}?" if close else how_to_declare(name)
     raise LaneError(f"unknown lane {name!r}; lanes: {', '.join(lanes) or 'none'}; {fix}")

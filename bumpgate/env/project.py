@@ -12,12 +12,18 @@ import os
 import shutil
 import subprocess
 import tarfile
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.toml import tomllib
 from bumpgate.env.build import BuildError
 from bumpgate.env.cached import Say
+from bumpgate.env.requirements import of_project
 from bumpgate.env.uv import run_uv
 from bumpgate.process.home import home
 from bumpgate.process.tree_digest import bind
@@ -75,6 +81,46 @@ def installed(root: Path, python: Path, key: str, say: Say, commit: str = "") ->
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return place
+
+
+def same(one: Path, other: Path) -> bool:
+    """Return whether two folders of `installed` hold the same project; what a build notes about itself is ignored."""
+    return _contents(one) == _contents(other)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    kept = (file for file in files if "__pycache__" not in file.parts and ".dist-info" not in file.parts[0])
+    return {file.as_posix(): hashlib.sha256((folder / file).read_bytes()).digest() for file in kept}
+
+
+def relocked(root: Path, versions: Mapping[str, str]) -> str:
+    """Return the text of the project's uv.lock with torch and its own dependencies in these versions, by uv.
+
+    Raises ProjectError (one line) if uv cannot: a range of pyproject.toml excludes a version.
+    """
+    names = {canonicalize_name(Requirement(each).name) for each in of_project(root)} | {"torch"}
+    pins = [f"{name}=={versions[name]}" for name in sorted(names & versions.keys())]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = sources(root, Path(folder) / "sources")
+        shutil.copy2(root / "uv.lock", tree)  # git may ignore it
+        options = [word for pin in pins for word in ("--upgrade-package", pin)]
+        variables = {"SETUPTOOLS_SCM_PRETEND_VERSION": "0.0.0"}
+        code, output = run_uv(
+            ("lock", "--project", tree, *options), Path(folder) / "log", variables=variables
+        )
+        text = (tree / "uv.lock").read_text(encoding="utf-8")
+    found = {(entry["name"], entry.get("version")) for entry in tomllib.loads(text)["package"]}
+    if kept := [pin for pin in pins if tuple(pin.split("==")) not in found]:
+        why = (
+            one_line(output.partition("error: ")[2] or output, 200)
+            if code
+            else "a range of pyproject.toml excludes it"
+        )
+        raise ProjectError(
+            f"uv.lock cannot have {kept[0]}: {why}; allow it in pyproject.toml, and adopt again"
+        )
+    return text
 
 
 def _build(tree: Path, python: Path, out: Path, work: Path) -> bool:

@@ -87,6 +87,10 @@ def of_lane(root: Path, lane: Lane) -> list[str]:
     """
     path, name = requirements_file(root, lane), lane.extra or lane.name
     if lane.requirements:
+        if path.suffix in (".yml", ".yaml"):
+            raise BumpgateError(
+                f"{lane.requirements}: conda's file is not read: list its packages for pip instead"
+            )
         fix = "restore it, or name another file as `requirements` of the lane"
         with one_fault(f"{lane.requirements}: cannot be read", fix=fix):
             text = path.read_text(encoding="utf-8")
@@ -124,14 +128,7 @@ def of_project(root: Path) -> list[str]:
 
 def _locked(text: str, own: Sequence[str]) -> list[str]:
     """Return a project's own dependencies in the versions of its lock; those that torch moves keep their range."""
-    raw = tomllib.loads(text)
-    entries = raw.get("package") or raw.get("packages") or []
-    versions = {
-        str(canonicalize_name(e["name"])): str(e["version"])
-        for e in entries
-        if "version" in e and (not (m := e.get("resolution-markers")) or any(Marker(x).evaluate() for x in m))
-    }
-    found = []
+    versions, found = locked(text), []
     for each in own:
         requirement = Requirement(each)
         name = _name(each)
@@ -139,6 +136,17 @@ def _locked(text: str, own: Sequence[str]) -> list[str]:
             requirement.specifier = SpecifierSet(f"=={versions[name]}")
         found.append(str(requirement))
     return found
+
+
+def locked(text: str) -> dict[str, str]:
+    """Return package -> version on this machine, of the text of a package manager's lock."""
+    with one_fault("the lock cannot be read", fix="write it again"):
+        raw = tomllib.loads(text)
+    return {
+        str(canonicalize_name(e["name"])): str(e["version"])
+        for e in raw.get("package") or raw.get("packages") or []
+        if "version" in e and (not (m := e.get("resolution-markers")) or any(Marker(x).evaluate() for x in m))
+    }
 
 
 def _name(requirement: str) -> str:
@@ -159,12 +167,12 @@ def places(lane: Lane, text: str) -> list[tuple[str, str]]:
 def pinned(lane: Lane, text: str, pins: Pins) -> str:
     """Return the text of a lane's requirements file with its pins moved. Comments and order are kept."""
     if Path(lane.requirements).name in LOCKS:
-        moved = [f"{name}=={version}" for name, version in pins.lock.versions.items() if name == "torch"]
-        how = {"uv.lock": "uv lock --upgrade-package", "poetry.lock": "poetry add", "pdm.lock": "pdm update"}
-        command = how.get(Path(lane.requirements).name, "the package manager that wrote it:")
+        moved = f"torch=={pins.lock.versions.get('torch', '')}".removesuffix("==")
+        how = {"poetry.lock": f"poetry add '{moved}'", "pdm.lock": f"pdm add '{moved}'"}
+        command = how.get(Path(lane.requirements).name, f"the one that wrote it, with {moved}")
         raise BumpgateError(
-            f"lane {lane.name} takes its versions from {lane.requirements}, which only its package manager "
-            f"changes: {command} {moved[0] if moved else 'torch'}"
+            f"lane {lane.name} takes its versions from {lane.requirements}, which only its package manager changes: "
+            f"{command}, and then this lane has adopted it"
         )
     if lane.requirements:
         lines = []

@@ -69,7 +69,7 @@ def test_command(row, exclusive_machine):
 
 
 def command(
-    lane: Annotated[str, typer.Option(help="A declared lane.")],
+    lane: Annotated[str, typer.Option(help="A declared lane; by default the only one.")] = "",
     candidate: Annotated[str, typer.Option(help="The candidate: 'torch==2.14.0', or a wheel file.")] = "",
     adopted: Annotated[str, typer.Option(help="Change a package of the adopted side: triton==3.7.1.")] = "",
     base: Annotated[
@@ -118,6 +118,7 @@ def command(
     ):
         if wrong:
             raise BumpgateError(message)
+    lane = lanes.require(find_root(Path.cwd()), lane).name
     is_file = candidate.endswith(".whl") and Path(candidate).expanduser().is_file()
     config = GateConfig(
         lane=lane,

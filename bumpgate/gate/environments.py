@@ -107,7 +107,14 @@ def environments(
     }
     if not (config.base or LaneContext(root, config.lane).declared.install):
         return found
-    return {name: _with_project(name, spec, root, config, view) for name, spec in found.items()}
+    made = {name: _with_project(name, spec, root, config, view) for name, spec in found.items()}
+    folders = [Path(spec.variables[PROJECT]) for spec in made.values() if PROJECT in spec.variables]
+    if config.base and len(folders) == 2 and project.same(*folders):
+        raise GateError(
+            f"the sides are equal: the work tree has the project of commit {config.base[:12]}; change it, or name "
+            "another --base"
+        )
+    return made
 
 
 def _with_project(name: str, spec: EnvSpec, root: Path, config: GateConfig, view: View) -> EnvSpec:

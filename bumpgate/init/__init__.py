@@ -23,12 +23,18 @@ from bumpgate.core.errors import BumpgateError, one_fault
 from bumpgate.core.lanes import NAME, OWN
 from bumpgate.core.rows import write_atomic
 from bumpgate.core.toml import tomllib
-from bumpgate.env.requirements import COMMENT, LOCKS, of_project
+from bumpgate.env.requirements import COMMENT, LOCKS, locked, of_project
 
 HERE = Path(__file__).parent
 # Without one of these, pytest uses the folder of the tests as the root of the repository.
 CONFIGURATION = ("pyproject.toml", "pytest.ini", "tox.ini", "setup.cfg")
 VERSION = re.compile(r"\d+(\.\d+)+[\w.]*(\+[\w.]+)?")
+# What to do with the environment of conda: uv, which builds the sides, installs from PyPI alone.
+CONDA = (
+    "add its packages to {}, or gate two conda environments: --python-adopted A/bin/python --python-candidate "
+    "B/bin/python"
+)
+FACTORY = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):([A-Za-z_]\w*(?:\.\w+)*)")
 TORCH = re.compile(r"torch\s*==\s*\d")
 
 
@@ -41,6 +47,10 @@ def command(
             help="Existing tests, which join the lane unchanged; repeatable. No example is written."
         ),
     ] = None,
+    model: Annotated[
+        str,
+        typer.Option(help="package:factory of a torch.nn.Module, or a Hugging Face class; its stock rows."),
+    ] = "",
     first_run: Annotated[
         bool, typer.Option("--run/--no-run", help="Measure the rows of the example once.")
     ] = True,
@@ -56,6 +66,7 @@ def command(
         raise BumpgateError(
             f"--lane {lane!r}: a lane's name is a pytest marker in lower case such as mine or h100"
         )
+    module, name = _factory(model) if model else ("", "")
     torch = torch or _installed()
     if not VERSION.fullmatch(torch):
         raise BumpgateError(f"--torch {torch!r} is not a version such as 2.13.0")
@@ -67,10 +78,12 @@ def command(
             raise BumpgateError(f"--tests {path}: name it relative to {root}, without '..'")
     found = read(root)
     requirements = found.requirements or f"{found.folder}/requirements.txt"
+    example = "test_model.py" if model else "test_bump.py"
+    rows = {f"{found.folder}/{example}": f"{example}.in"}
     files = {
         OWN: "bumpgate.toml",
         **({} if found.requirements else {requirements: "requirements.txt"}),
-        **({} if tests else {f"{found.folder}/test_bump.py": "test_bump.py.in"}),
+        **({} if tests and not model else rows),
         ".github/workflows/bumpgate.yml": "workflow.yml",
     }
     if not (tests or any((root / name).exists() for name in CONFIGURATION)):
@@ -81,6 +94,11 @@ def command(
         "@LANE@": lane,
         "@TORCH@": torch,
         "@REQUIREMENTS@": requirements,
+        "@MODULE@": module,
+        "@NAME@": name.partition(".")[0],
+        "@FACTORY@": name,
+        "@CASE@": re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[._]", "-", name).lower(),
+        "@NEEDS@\n": 'needs = ["c++"]  # its compiled rows\n' if model else "",
         "@INSTALL@\n": "install = true\n" if found.install else "",
         "@TESTS@\n": f"tests = {json.dumps(tests)}\n\n" if tests else "\n",
     }
@@ -93,7 +111,9 @@ def command(
         typer.echo(f"wrote {name}")
     _ignore(root)
     typer.echo(f"adopted: {found.says or f'torch {torch}'}")
-    if tests:
+    if (root / "environment.yml").is_file() and not found.requirements:
+        typer.echo(f"environment.yml is not read: {CONDA.format(requirements)}")
+    if tests and not model:
         more = "" if found.requirements else f"add to {requirements} what the tests import, then: "
         typer.echo(f"next: {more}pytest -m {lane}")
         return
@@ -129,8 +149,8 @@ def read(root: Path) -> Found:
     folders = [path for path in _testpaths(root, project) if (root / path).is_dir()]
     folder = f"{folders[0].rstrip('/')}/bumps" if folders else "bumps"
     if any(Requirement(each).name == "torch" for each in own):
-        for name in LOCKS:
-            if (root / name).is_file() and (version := _pinned((root / name).read_text(encoding="utf-8"))):
+        for name in filter(lambda each: (root / each).is_file(), LOCKS):
+            if version := locked((root / name).read_text(encoding="utf-8")).get("torch"):
                 return Found(folder, name, install, f"torch {version} and the dependencies of {name}")
     lines = root / "requirements.txt"
     listed = lines.read_text(encoding="utf-8").splitlines() if lines.is_file() else []
@@ -158,12 +178,14 @@ def _testpaths(root: Path, project: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _pinned(lock: str) -> str:
-    """Return the version of torch in a lock; "" if it has none."""
-    with one_fault("the lock cannot be read", fix="write it again"):
-        raw = tomllib.loads(lock)
-    entries = raw.get("package") or raw.get("packages") or []
-    return next((str(e.get("version", "")) for e in entries if e.get("name") == "torch"), "")
+def _factory(text: str) -> tuple[str, str]:
+    """Return the module and the name of a factory. Raises BumpgateError if the module is not installed here."""
+    if not (found := FACTORY.fullmatch(text)):
+        raise BumpgateError(f"--model {text}: name a factory as package.module:factory")
+    package = found[1].partition(".")[0]
+    if not (find_spec(package) or Path(package).is_dir() or Path(f"{package}.py").is_file()):
+        raise BumpgateError(f"--model {text}: no package {package} is installed here: pip install -e .")
+    return found[1], found[2]
 
 
 def _ignore(root: Path) -> None:

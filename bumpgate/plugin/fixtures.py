@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from bumpgate.plugin.instruments import DynamoWatch, InductorReport
     from bumpgate.plugin.instruments.memory import Peak
+    from bumpgate.plugin.instruments.work import Work
     from bumpgate.plugin.rows import RowRecorder
     from bumpgate.plugin.timing import Rounds
 
@@ -75,6 +76,18 @@ def canaries(request: pytest.FixtureRequest) -> Callable[..., dict[str, str]]:
 
 
 @pytest.fixture
+def count_work(canaries: Callable[..., object]) -> Callable[..., Work]:
+    """Count FLOPs, bytes, operators and launches of a call (bumpgate.plugin.instruments.work.count_work).
+
+    Every row of the test is INSTRUMENT if its canary fails.
+    """
+    from bumpgate.plugin.instruments.work import count_work
+
+    canaries("work")
+    return count_work
+
+
+@pytest.fixture
 def dynamo_watch(canaries: Callable[..., object]) -> type[DynamoWatch]:
     """bumpgate.plugin.instruments.DynamoWatch: graphs, breaks with reason and call site, recompiles with their guards.
 
@@ -89,8 +102,8 @@ def dynamo_watch(canaries: Callable[..., object]) -> type[DynamoWatch]:
 @pytest.fixture
 def inductor_watch(
     canaries: Callable[..., object],
-) -> Callable[[], AbstractContextManager[InductorReport]]:
-    """bumpgate.plugin.instruments.inductor_watch: generated kernels, bytes, cache events by layer.
+) -> Callable[..., AbstractContextManager[InductorReport]]:
+    """bumpgate.plugin.instruments.inductor_watch: generated kernels, bytes, cache events by layer, CPU seconds.
 
     Every row of the test is INSTRUMENT if one of its canaries fails.
     """

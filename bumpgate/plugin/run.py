@@ -166,6 +166,10 @@ class _LaneHooks:
             _register(config, UnjudgedRows(config), "bumpgate-unjudged")
         if name and not (getattr(config.option, "log_level", "-") or config.getini("log_level")):
             config.option.log_level = "WARNING"  # torch's trace log is thousands of lines under each red row
+        if name and lanes_of(config)[name].tests:
+            from bumpgate.plugin import parameters
+
+            _register(config, parameters, "bumpgate-parameters")
         if name:
             _register(config, sharing, "bumpgate-sharing")
             _register(config, scheduling, "bumpgate-scheduling")

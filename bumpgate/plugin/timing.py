@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 import statistics
 import tempfile
 import time
@@ -130,6 +131,12 @@ class Rounds:
         """Return the same for a function's CPU seconds."""
         return self._median(self.seconds[name], [1.0] * self.quiet, self.paired_costs(name))
 
+    def rate(self, name: str, amount: float) -> Median:
+        """Return what a function does per CPU second, such as tokens: `amount` is of one call. Higher is better."""
+        cost = self.cost(name)
+        median, low, high = (amount / x for x in (cost.median, cost.high, cost.low))
+        return replace(cost, median=median, low=low, high=high)
+
     def wall_over_cpu(self, name: str) -> Median:
         """Return the same for a function's wall time over its CPU time: 1 if it never waits."""
         return self._median(self.wall[name], self.seconds[name], self.paired_waits(name))
@@ -225,20 +232,21 @@ class Watch:
     """Detects whether other processes than this one and its children used the machine since it was created."""
 
     def __init__(self) -> None:
-        self.started, self.total, self.own = time.monotonic(), _busy_seconds(), _own_seconds()
+        self.started, self.total, self.own = time.monotonic(), _busy_seconds(), cpu_seconds()
 
     def was_quiet(self, duet: Duet | None) -> bool:
         """Return whether the machine was quiet, on both sides in a duet. Children that still run count as others."""
-        own = _own_seconds() - self.own
+        own = cpu_seconds() - self.own
         ours = own + (duet.exchange(own, "its CPU seconds") if duet else 0.0)
         foreign = _busy_seconds() - self.total - ours
         quiet = foreign <= FOREIGN_SHARE * (time.monotonic() - self.started)
         return bool(duet.exchange(quiet, "whether it was quiet")) and quiet if duet else quiet
 
 
-def _own_seconds() -> float:
-    times = os.times()
-    return time.process_time() + times.children_user + times.children_system
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def _busy_seconds() -> float:

@@ -16,6 +16,7 @@ from bumpgate.core.toml import tomllib
 from bumpgate.env.lane import LaneContext
 from bumpgate.env.locks import Lock
 from bumpgate.env.packages import PackagesError, adopted, label
+from bumpgate.env.project import relocked
 from bumpgate.env.requirements import Pins, keeps, pinned, places, requirements_file, with_more
 from bumpgate.process.file_transaction import AdoptionError, read
 
@@ -106,6 +107,8 @@ def moved_requirements(
     Raises AdoptionError (one line) if a requirement that contradicts the set would remain, or if the lock of another
     lane needs a pin that would change.
     """
+    if Path(lane.declared.requirements).name == "uv.lock":
+        return relocked(lane.root, lock.versions)
     pins = Pins(lock, without)
     _check_others(lane, text, pins)
     more = [f"{name}=={Version(lock.versions[name]).public}" for name in sorted(back)]

@@ -48,7 +48,7 @@ class BaselineChange:
 
 
 def command(
-    lane: Annotated[str, typer.Option(help="A declared lane.")],
+    lane: Annotated[str, typer.Option(help="A declared lane; by default the only one.")] = "",
     record: Annotated[Path | None, typer.Option(help="Record of a run; by default record.json.")] = None,
     only: Annotated[
         list[str] | None,
@@ -80,7 +80,7 @@ def command(
     if os.environ.get("BUMPGATE_GATE") == "1":
         raise BumpgateError("rebaseline never runs inside a gate (BUMPGATE_GATE=1)")
     root = find_root(Path.cwd())
-    lanes.require(root, lane)
+    lane = lanes.require(root, lane).name
     if times and (only or prune or refresh):
         raise BumpgateError("--times takes all times of one machine: leave out --only, --prune and --refresh")
     if refresh and not only:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bumpgate.env import project
 from bumpgate.env.build import BuildError
+from bumpgate.env.requirements import locked
+from bumpgate.env.uv import run_uv
 from bumpgate.process.host import PARENT, PROJECT
 from tests.support.foreign import LANE, Foreign
+from tests.support.local_index import LocalIndex, fake_wheel, isolated
 
 BACKEND = """
 [build-system]
@@ -108,3 +112,32 @@ def test_a_run_imports_the_project_of_its_side(tmp_path: Path) -> None:
     env = foreign.env | {PROJECT: str(tmp_path / "side"), PARENT: str(os.getpid())}
     done = subprocess.run(plugin, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert "expected 2 (derived), measured 1" in done.stdout, done.stdout + done.stderr
+
+
+LOCKED = """
+[project]
+name = "net"
+version = "1"
+requires-python = ">=3.10"
+dependencies = ["torch>=1,<3"]
+"""
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalIndex]:
+    wheels = [fake_wheel(tmp_path, "torch", version) for version in ("1.0", "2.0", "3.0")]
+    with LocalIndex(wheels) as made:
+        isolated(monkeypatch, tmp_path, made.url)
+        yield made
+
+
+def test_the_projects_own_lock_moves_through_uv(root: Path, index: LocalIndex) -> None:
+    (root / "pyproject.toml").write_text(LOCKED)
+    code, output = run_uv(("lock", "--project", root, "--upgrade-package", "torch==1.0"), root / "log")
+    before = (root / "uv.lock").read_text()
+    assert (code, locked(before)["torch"]) == (0, "1.0"), output
+    moved = project.relocked(root, {"torch": "2.0", "other": "1"})
+    assert locked(moved)["torch"] == "2.0"
+    assert (root / "uv.lock").read_text() == before
+    with pytest.raises(project.ProjectError, match=r"uv\.lock cannot have torch==3\.0: .*allow it"):
+        project.relocked(root, {"torch": "3.0"})

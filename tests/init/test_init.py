@@ -14,6 +14,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from bumpgate.core import lanes
+from bumpgate.core.errors import BumpgateError
 from bumpgate.env.lane import LaneContext
 from bumpgate.plugin import devices
 from tests.support.foreign import Foreign
@@ -158,6 +159,11 @@ def test_init_overwrites_nothing(init: Init, tmp_path: Path, name: str) -> None:
         (("--torch", "latest"), "--torch 'latest' is not a version such as 2.13.0"),
         (("--torch", "torch==2.13.0"), "--torch 'torch==2.13.0' is not a version"),
         (("--lanes", "mine"), "No such option"),
+        (("--model", "net"), "--model net: name a factory as package.module:factory"),
+        (
+            ("--model", "gone.net:Net"),
+            "--model gone.net:Net: no package gone is installed here: pip install -e .",
+        ),
         (("--tests", "none"), "--tests none: no such file or folder below {root}"),
         (("--tests", "{root}/tests"), "--tests {root}/tests: name it relative to {root}, without '..'"),
         (("--tests", "tests/../tests"), "--tests tests/../tests: name it relative to {root}, without '..'"),
@@ -188,7 +194,7 @@ def test_init_example_passes_and_detects_a_regression(init: Init, tmp_path: Path
     assert first.code == 1, first.out + first.err
     assert foreign.verdicts() == {"model/example/loss": "MISSING", "model/example/step_seconds": "PASS"}
     assert "bumpgate rebaseline --lane mine" in first.out
-    accepted = foreign.bumpgate("rebaseline", "--lane", "mine")
+    accepted = foreign.bumpgate("rebaseline")
     assert accepted.code == 0, accepted.err
     second = foreign.pytest("-m", "mine", "-k", "test_loss")
     assert (second.code, foreign.verdicts()) == (0, {"model/example/loss": "PASS"}), second.out
@@ -201,7 +207,13 @@ def test_init_example_passes_and_detects_a_regression(init: Init, tmp_path: Path
 UV_LOCK = """
 [[package]]
 name = "torch"
+version = "2.12.0"
+resolution-markers = ["python_full_version < '3'"]
+
+[[package]]
+name = "torch"
 version = "2.13.0+cpu"
+resolution-markers = ["python_full_version >= '3'"]
 
 [[package]]
 name = "numpy"
@@ -242,6 +254,49 @@ def test_init_takes_the_versions_of_a_lock(init: Init, tmp_path: Path, lock: str
     assert lane.requirements()[:3] == ("torch==2.13.0+cpu", "numpy==2.4.6", "torchvision>=0.2")
     moved = lane.request("torch==2.14.1").requirements
     assert moved[:3] == ("torch==2.14.1", "numpy==2.4.6", "torchvision>=0.2")
+
+
+def test_init_says_what_to_do_with_an_environment_of_conda(init: Init, tmp_path: Path) -> None:
+    (tmp_path / "environment.yml").write_text("dependencies: [pytorch=2.13]\n")
+    code, out, _ = init("--torch", "2.13.0")
+    line = "environment.yml is not read: add its packages to bumps/requirements.txt, or gate two conda environments: "
+    assert (code, line in out) == (0, True)
+    lane = tmp_path / "bumpgate.toml"
+    lane.write_text(lane.read_text().replace("bumps/requirements.txt", "environment.yml"))
+    with pytest.raises(
+        BumpgateError, match=r"environment\.yml: conda's file is not read: list its packages for pip"
+    ):
+        LaneContext(tmp_path, "mine").requirements()
+
+
+FACTORY = """
+from torch import nn
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+    def forward(self, x):
+        return self.linear(x.sin()).cos()
+"""
+
+
+def test_init_writes_rows_of_a_model_that_find_a_graph_break(init: Init, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(FACTORY)
+    code, _, err = init("--torch", "2.13.0", "--model", "net:Block")
+    assert (code, err) == (0, ""), err
+    assert lanes.load(tmp_path)["mine"].needs == ("c++",)
+    foreign = Foreign(tmp_path)
+    one = ("-m", "mine", "-k", "test_graphs")
+    assert foreign.pytest(*one).code == 1
+    rows = {"model/block/graph_breaks": "MISSING", "model/block/recompiles": "MISSING"}
+    assert foreign.verdicts() == rows
+    assert foreign.bumpgate("rebaseline").code == 0
+    assert foreign.pytest(*one).code == 0
+    (tmp_path / "net.py").write_text(FACTORY.replace("return", "print(end='')\n        return"))
+    broken = foreign.pytest(*one)
+    assert broken.code == 1
+    assert "net.py:8 `print(end='')`" in broken.out
+    assert foreign.verdicts()["model/block/graph_breaks"] == "CHANGED", broken.out
 
 
 def test_init_takes_the_pins_of_a_requirements_file(init: Init, tmp_path: Path) -> None:

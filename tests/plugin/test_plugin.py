@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import py_compile
+import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from bumpgate.plugin.provenance import command_line, missing_bytecode
-from tests.support.foreign import Foreign
+from tests.support.foreign import LANE, Foreign
 from tests.support.tree import ROOT
 
 # All modules except the instruments and reports, imported without torch.
@@ -86,3 +88,22 @@ def test_missing_bytecode_of_torch_is_noted(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "pycache_prefix", "/nowhere")
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     assert missing_bytecode() == "", "the next process writes it"
+
+
+def test_a_new_parameter_of_an_existing_test_renames_no_other_row(tmp_path: Path) -> None:
+    text = """
+    import pytest
+    @pytest.mark.parametrize("shape, name, size", [{}((1, 2), "a", 1), ([3], "b", 2), ({{4: 5}}, dict, 3)])
+    def test_it(shape, name, size): pass
+    """
+    found = []
+    for more in ("", "((0,), 'new', 0), "):
+        foreign = Foreign(tmp_path)
+        foreign.write("bumpgate.toml", f"{LANE}tests = ['tests']\n")
+        foreign.write("tests/test_it.py", textwrap.dedent(text.format(more)))
+        assert foreign.pytest("-m", "mine").code == 0
+        found.append(foreign.verdicts().keys())
+        shutil.rmtree(tmp_path / ".tmp")
+    assert len(found[0]) == 3
+    assert found[0] < found[1]
+    assert not [id for id in found[0] if "shape0" in id]

@@ -36,6 +36,12 @@ def test_ratio_is_the_median_of_paired_rounds() -> None:
     assert rounds(25).wall_over_cpu("slow").median == pytest.approx(10)
 
 
+def test_a_rate_is_the_inverse_of_the_cost() -> None:
+    rounds = timing.Rounds({"a": [1.0, 2.0, 4.0]}, {}, quiet=3)
+    cost, rate = rounds.cost("a"), rounds.rate("a", 100.0)
+    assert (rate.median, rate.low, rate.high) == (50.0, 100.0 / cost.high, 100.0 / cost.low)
+
+
 def test_interval_of_few_rounds_is_a_factor_of_two() -> None:
     ratio = rounds(timing.QUIET_NEEDED - 1).ratio("slow", "fast")
     assert (ratio.low, ratio.high) == pytest.approx((ratio.median / 2, ratio.median * 2))

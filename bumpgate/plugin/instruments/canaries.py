@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bumpgate.plugin import instruments as device
+from bumpgate.plugin.instruments.work import count_work
 
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
 
@@ -168,9 +169,16 @@ def cache() -> None:
     expect("bypass of an autograd.Function", opaque.aot_bypass, 1)
 
 
+def work() -> None:
+    """A product of 4 x 8 and 8 x 2: 128 FLOPs, 224 bytes in fp32; its transpose is a view, which moves none."""
+    a, b = torch.ones(4, 8), torch.ones(8, 2)
+    found = count_work(lambda: (a @ b).t())
+    expect("FLOPs, bytes, operators", (found.flops, found.bytes, found.operators), (128, 224, 2))
+
+
 CANARIES: dict[str, Callable[[], None]] = {
     f.__name__: f
-    for f in (graphs, graph_breaks, recompiles, recompile_limit, guards, islands, inductor, cache)
+    for f in (graphs, graph_breaks, recompiles, recompile_limit, guards, islands, inductor, cache, work)
 }
 
 

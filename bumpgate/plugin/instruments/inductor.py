@@ -6,14 +6,15 @@ import hashlib
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from torch._dynamo.utils import counters
-from torch._inductor import metrics
+from torch._inductor import config, metrics
 from torch._inductor.utils import fresh_cache
 
 from bumpgate.plugin.instruments.dynamo import count_bytes_accessed, reset_dynamo, trace_artifacts
+from bumpgate.plugin.timing import cpu_seconds
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ def empty_cache() -> Iterator[None]:
 class InductorReport:
     """Exact proxies of the generated code. A cache hit replays all of them, so cold and warm runs agree.
 
-    bytes_accessed: read and written by the kernels. modules: generated files. caches: cache events by layer, of an
-    `inductor_watch`.
+    bytes_accessed: read and written by the kernels. modules: generated files. cpu_seconds, caches: of an
+    `inductor_watch`, what the process and its ended children used in the block, and cache events by layer.
     """
 
     kernels: int = 0
@@ -61,6 +62,7 @@ class InductorReport:
     nodes_before_fusion: int = 0
     code_hash: str = ""
     modules: int = 0
+    cpu_seconds: float = 0.0
     caches: CacheCounts | None = None
 
     @property
@@ -92,12 +94,21 @@ def inductor_report() -> Iterator[InductorReport]:
 
 
 @contextmanager
-def inductor_watch() -> Iterator[InductorReport]:
-    """As inductor_report, from an empty Dynamo on, so that everything inside the block is compiled, and with caches."""
+def inductor_watch(*, cold: bool = False) -> Iterator[InductorReport]:
+    """As inductor_report, from an empty Dynamo on, so that everything inside the block is compiled, and with caches.
+
+    cold: also from empty caches on disk, and in this process, so that its CPU seconds are those of a first compile.
+    """
     reset_dynamo()
     count_bytes_accessed()
-    with inductor_report() as report:
-        yield report
+    with ExitStack() as stack:
+        if cold:
+            stack.enter_context(empty_cache())
+            stack.enter_context(config.patch(compile_threads=1))
+        began = cpu_seconds()
+        with inductor_report() as report:
+            yield report
+        report.cpu_seconds = cpu_seconds() - began
     report.caches = cache_counts()
 
 

@@ -6,7 +6,6 @@ is replaced by the CPU time of the process and its ended children: wall time wou
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch._dynamo.utils as spans_module
+
+from bumpgate.plugin.timing import cpu_seconds
 
 # Our phase -> torch's span names. The span of a frame includes the call of its compiler; the one of Inductor's work on
 # a graph includes creating its module, which includes code generation. The backward graph is compiled at its first
@@ -40,12 +41,6 @@ class Phases:
     aot: float | None = None
     inductor: float | None = None
     backend: float | None = None
-
-
-def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of its children that have ended."""
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 class _CpuClock:
