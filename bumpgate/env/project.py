@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -26,10 +27,14 @@ from bumpgate.env.cached import Say
 from bumpgate.env.requirements import of_project
 from bumpgate.env.uv import run_uv
 from bumpgate.process.home import home
-from bumpgate.process.tree_digest import bind
+from bumpgate.process.tree_digest import all_files, bind
 
 # Build requirements that the interpreter of the side must provide itself: the extension is compiled against them.
 COMPILED_AGAINST = ("torch",)
+# Bytes of a file that no row depends on and a build may read; a larger one is data.
+SMALL = 2**20
+# The line of a build's output that says why it failed.
+WHY = re.compile(r"^\s*(\w*(?:Error|Exception|error): .+)", re.MULTILINE)
 
 
 class ProjectError(BumpgateError):
@@ -51,8 +56,9 @@ def sources(root: Path, into: Path, commit: str = "") -> Path:
         with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", commit, "--", "."))) as archive:
             archive.extractall(into, filter="data")
         return into / prefix if prefix and (into / prefix).is_dir() else into
-    for path in bind(root, into).files:
-        if (root / path).is_file():
+    measured = bind(root, into).files
+    for path in sorted({*measured, *all_files(root)}):
+        if (root / path).is_file() and (path in measured or (root / path).stat().st_size <= SMALL):
             (into / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / path, into / path)
     return into
@@ -148,7 +154,7 @@ def _build(tree: Path, python: Path, out: Path, work: Path) -> bool:
 def _run(arguments: tuple[str | Path, ...], log: Path, variables: dict[str, str] | None = None) -> None:
     code, output = run_uv(arguments, log, variables=variables)
     if code:
-        why = next((line for line in output.splitlines() if "rror" in line), output)
+        why = (WHY.findall(output) or [output])[-1]
         raise BuildError(f"the project cannot be built: {one_line(why, 300)} (log: {log})", log, output)
 
 

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -118,6 +118,14 @@ def sources_in(root: Path, folder: Path) -> list[str]:
     return sorted(path for path in paths if (root / path).resolve().is_relative_to(folder.resolve()))
 
 
+def all_files(root: Path) -> list[str]:
+    """Return the files of the work tree that git does not ignore, also those that no row depends on: a README."""
+    listed = _git_files(root) and _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if listed:
+        return listed.strip("\0").split("\0")
+    return [*_walk(root, lambda path: not path.endswith(".so"))]
+
+
 def _version(root: Path) -> str:
     """Return the version of this bumpgate; OWN if it runs from the tree, whose files are bound with it."""
     if Path(__file__).resolve().parents[2] == root.resolve():
@@ -185,8 +193,8 @@ def _folders(path: str) -> Iterable[str]:
     return (str(folder) for folder in Path(path).parents if str(folder) != ".")
 
 
-def _walk(root: Path) -> Iterator[str]:
-    """Yield the sources below a folder outside of git. Links to folders are followed once."""
+def _walk(root: Path, kept: Callable[[str], bool] | None = None) -> Iterator[str]:
+    """Yield the sources below a folder outside of git, or files by `kept`. Links to folders are followed once."""
     seen: set[Path] = set()
     for folder, names, files in os.walk(root, followlinks=True):
         current = Path(folder)
@@ -194,7 +202,7 @@ def _walk(root: Path) -> Iterator[str]:
         own = (name for name in names if not name.startswith(".") and name not in SKIPPED)
         new = (name for name in own if (current / name).resolve() not in seen)
         names[:] = [name for name in new if not _is_foreign(current / name)]
-        yield from (str((current / file).relative_to(root)) for file in files if _is_source(file))
+        yield from (str((current / file).relative_to(root)) for file in files if (kept or _is_source)(file))
 
 
 def _is_source(path: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -80,10 +81,24 @@ def test_each_side_imports_its_own_sources(root: Path, built: bool) -> None:
     assert project.installed(root, python, "other environment", said.append) != now
 
 
+@pytest.mark.parametrize("history", [True, False])
+def test_a_build_reads_files_that_no_row_depends_on(root: Path, history: bool) -> None:
+    if not history:
+        shutil.rmtree(root / ".git")
+    for path in ("README.md", "data/LICENSE", ".venv/pyvenv.cfg", "env/pyvenv.cfg"):
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).write_text("x")
+    (root / ".gitignore").write_text(".venv\nenv\n")
+    tree = project.sources(root, root.parent / "copy")
+    found = {path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()}
+    assert found == {"README.md", "data/LICENSE", "src/net.py", "bumpgate.toml", ".gitignore"}
+
+
 def test_a_build_that_fails_names_its_log(root: Path) -> None:
     (root / "pyproject.toml").write_text(BACKEND)
     (root / "backend.py").write_text("def build_wheel(*_): raise RuntimeError('no compiler')\n")
-    with pytest.raises(BuildError, match=r"the project cannot be built: .*log: ") as failed:
+    words = r"the project cannot be built: RuntimeError: no compiler \(log: "
+    with pytest.raises(BuildError, match=words) as failed:
         project.installed(root, Path(sys.executable), "environment", lambda line: None)
     assert "no compiler" in failed.value.log.read_text()
 
