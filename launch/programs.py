@@ -39,7 +39,7 @@ def pattern_programs(model: Hybrid, policy: str, contract: Contract) -> int:
 
     Raises ValueError on an unknown policy.
     """
-    kinds = model.config.kinds
+    kinds = model.config.regions
     features = model.token_features is not None
     if policy == "eager":
         return 0

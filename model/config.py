@@ -265,6 +265,18 @@ class HybridConfig:
         return tuple(kinds)
 
     @property
+    def regions(self) -> tuple[str, ...]:
+        """Kind of each layer, and what wraps its block: layers of one entry compile to one graph."""
+        engram = self.engram.layers if self.engram else ()
+        streams = self.hyper.layers if self.hyper else 0
+
+        def region(layer: int, kind: str) -> str:
+            place = "first" * (layer == 0) + "last" * (layer == streams - 1)
+            return kind + "+engram" * (layer in engram) + f"+hyper{place}" * (layer < streams)
+
+        return tuple(region(layer, kind) for layer, kind in enumerate(self.kinds))
+
+    @property
     def m_angles(self) -> int:
         """Rotation angles per token: half of the even number of rotated state dims."""
         return int(self.m_state * self.m_rope_fraction) // 2

@@ -19,19 +19,20 @@ class Expected:
     unique_graphs: int
 
 
-def expected(kinds: Sequence[str], policy: str) -> Expected:
-    """Return the counts that `policy` must show on the layers' kinds (HybridConfig.kinds). A kind is a block letter and
-    what distinguishes blocks of that letter; the loss head is one more region.
+def expected(kinds: Sequence[str], policy: str, *, features: bool = False) -> Expected:
+    """Return the counts that `policy` must show on the layers' kinds (HybridConfig.regions). A kind is a block letter
+    and what distinguishes blocks of that letter; the loss head is one more region, and so are features of the tokens.
     """
     hidden = [kind[0] in RECURRENT for kind in kinds]
     recurrent, layers = sum(hidden), len(kinds)
     visible = {kind for kind in kinds if kind[0] not in RECURRENT}
     # Adjacent disabled blocks share one gap between graphs: there is no code between them to compile.
     gaps = sum(1 for disabled, _ in groupby(hidden) if disabled)
+    more = 1 + features
     return {
         "eager": Expected(0, layers, 0, 0),
-        "per_block": Expected(0, recurrent, layers - recurrent + 1, len(visible) + 1),
+        "per_block": Expected(0, recurrent, layers - recurrent + more, len(visible) + more),
         "whole_disabled": Expected(recurrent, recurrent, gaps + 1, gaps + 1),
-        "regional": Expected(0, 0, layers + 1, len(set(kinds)) + 1),
+        "regional": Expected(0, 0, layers + more, len(set(kinds)) + more),
         "whole_opaque": Expected(0, 0, 1, 1),
     }[policy]

@@ -1,28 +1,37 @@
 """Laws of the whole hybrid, for any layer pattern, block kinds, features, packing and cut point.
 
-Fifteen fixed examples each; with HYPOTHESIS_PROFILE=nightly, fresh ones, and a failing one prints how to repeat it.
+Fifteen fixed examples each; with HYPOTHESIS_PROFILE=nightly, a hundred fresh ones. What is drawn is plain data, so that
+a failing example is printed as a call: paste its arguments as `@example(...)` above the test.
 B batch, T tokens, D model dim, E experts.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import re
+import tempfile
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
-from hypothesis import assume, given, note
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from launch.caches import sync
+from launch.children import Child, ChildError
+from launch.contract import load
 from launch.data import SyntheticBatches
 from launch.optimizers import OPTIMIZERS, parameter_groups
 from launch.outputs import Files
 from launch.policies import POLICIES
+from launch.programs import pattern_programs
+from launch.retry import BEGUN, load_retry, supervise
 from launch.train import Trainer, TrainingPlan
 from model import Hybrid, HybridConfig
 from model.config import DSAConfig, EngramConfig, HyperConfig, MLAConfig, MTPConfig, NgramConfig
@@ -32,8 +41,10 @@ from model.moe import MoEBlock
 from suites.compile.expectations import expected
 from suites.model.programs import randomize_zero_parameters
 from suites.support.hybrids import build, token_batch, watched_hybrid
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import lanes
 from suites.support.properties import examples
+
+pytestmark = [lanes("cpu"), pytest.mark.usefixtures("lane", "restored_dynamo")]
 
 T = 20
 SIZES: dict[str, Any] = {
@@ -60,13 +71,27 @@ SIZES: dict[str, Any] = {
 ROOMY = {"capacity_factor": 16.0}
 
 
+Drawn = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make temporary folders below the test's; as an argument, a folder would be printed with each failing example."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def new_folder() -> Path:
+    return Path(tempfile.mkdtemp())
+
+
 @st.composite
-def hybrids(draw: st.DrawFn, *, features: bool = False, **changes: Any) -> HybridConfig:
-    """Draw a configuration of at most six layers: any pattern, kinds of A and M, gates, routing, and features."""
+def hybrids(draw: st.DrawFn, *, features: bool = False) -> Drawn:
+    """Draw the fields of a hybrid of at most six layers: any pattern, kinds of A and M, gates, routing, features."""
     pattern = "".join(draw(st.permutations("MAERMA")))[: draw(st.integers(2, 6))]
     depth = draw(st.integers(2, 6))
     letters = (pattern * depth)[:depth]
-    chosen: dict[str, Any] = {"m_mixer": draw(st.sampled_from(["mamba3", "mimo", "mamba2"]))}
+    chosen: Drawn = {"layer_pattern": pattern, "depth": depth}
+    chosen["m_mixer"] = draw(st.sampled_from(["mamba3", "mimo", "mamba2"]))
     chosen["attention_gate"] = draw(st.sampled_from(["none", "head", "channel"]))
     chosen["null_rho"] = draw(st.sampled_from([0.0, 0.5]))
     ranks = draw(st.sets(st.integers(1, letters.count("A")))) if "A" in letters else ()
@@ -81,23 +106,36 @@ def hybrids(draw: st.DrawFn, *, features: bool = False, **changes: Any) -> Hybri
         options = {
             "ngram": NgramConfig(table=50, heads=2, dim=4),
             "mtp": MTPConfig(),
-            "hyper": HyperConfig(2, 1),
+            "hyper": HyperConfig(2, draw(st.integers(1, depth))),
         }
-        options |= {"engram": EngramConfig(tuple(heads[:1]))} if heads else {}
-        chosen |= {name: options[name] for name in draw(st.sets(st.sampled_from(sorted(options))))}
-    chosen |= changes
-    note(f"pattern {pattern} of depth {depth}, {chosen}")
-    return HybridConfig("drawn", "narrow", pattern, depth, **SIZES | chosen)
+        options |= {"engram": EngramConfig((draw(st.sampled_from(heads)),))} if heads else {}
+        chosen |= {name: options[name] for name in sorted(draw(st.sets(st.sampled_from(sorted(options)))))}
+    return chosen
 
 
-@st.composite
-def packed(draw: st.DrawFn, config: HybridConfig, batch: int = 1) -> Tensor:
-    """Draw ids (B,T) that begin with BOS and hold up to three more documents."""
-    ids = torch.randint(
-        3, config.vocab_size, (batch, T), generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    )
-    for row in ids:
-        row[[0, *draw(st.sets(st.integers(1, T - 1), min_size=1, max_size=3))]] = config.bos_id
+def hybrid(drawn: Drawn, **changes: Any) -> HybridConfig:
+    return HybridConfig("drawn", "narrow", **SIZES | drawn | changes)
+
+
+Rows = tuple[int, list[set[int]]]  # a seed, and where each row begins a further document
+
+
+def packed(rows: int = 1) -> st.SearchStrategy[Rows]:
+    """Rows that begin with BOS and hold up to three more documents."""
+    starts = st.sets(st.integers(1, T - 1), min_size=1, max_size=3)
+    return st.tuples(st.integers(0, 99), st.lists(starts, min_size=rows, max_size=rows))
+
+
+def ids_of(config: HybridConfig, rows: Rows) -> Tensor:
+    """Return the ids (B,T) of the rows.
+
+    Only BOS occurs twice in a row: of equal keys, rounding would decide which ones a sparse layer chooses.
+    """
+    seed, starts = rows
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([3 + torch.randperm(config.vocab_size - 3, generator=generator)[:T] for _ in starts])
+    for row, begins in zip(ids, starts):
+        row[[0, *begins]] = config.bos_id
     return ids
 
 
@@ -109,28 +147,27 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-@lanes("cpu")
 @examples
-@given(data=st.data())
-def test_counts_follow_from_the_pattern_under_every_policy(lane: Lane, data: st.DataObject) -> None:
-    config = data.draw(hybrids(null_rho=0.0))
-    policy = data.draw(st.sampled_from(POLICIES))
-    with watched_hybrid(config, policy, backend="eager") as hybrid:
+@given(drawn=hybrids(features=True), policy=st.sampled_from(POLICIES))
+def test_counts_follow_from_the_pattern_under_every_policy(drawn: Drawn, policy: str) -> None:
+    """Also the budget of programs, which stops a run that compiles more."""
+    config = hybrid(drawn, null_rho=0.0)
+    with watched_hybrid(config, policy, backend="eager") as watched:
         ids = token_batch(config, batch=2)
-        hybrid.compiled.warm_up(ids)
-        calls, islands = hybrid.forward(ids)
-        report = hybrid.report()
-    want = expected(config.kinds, policy)
+        watched.compiled.warm_up(ids)
+        calls, islands = watched.forward(ids)
+        report = watched.report()
+    want = expected(config.regions, policy, features=config.ngram is not None)
     found = (len(report.breaks), islands, calls, report.unique_graphs)
     assert found == (want.graph_breaks, want.eager_islands, want.compiled_calls, want.unique_graphs)
+    assert pattern_programs(watched.model, policy, load()) == want.unique_graphs
 
 
-@lanes("cpu")
 @examples
-@given(data=st.data())
-def test_packed_documents_equal_separate_ones(lane: Lane, data: st.DataObject) -> None:
-    config = data.draw(hybrids(**ROOMY))
-    model, ids = fp64(config), data.draw(packed(config))
+@given(drawn=hybrids(), rows=packed())
+def test_packed_documents_equal_separate_ones(drawn: Drawn, rows: Rows) -> None:
+    config = hybrid(drawn, **ROOMY)
+    model, ids = fp64(config), ids_of(config, rows)
     starts = [*(ids[0] == config.bos_id).nonzero()[:, 0].tolist(), T]
     with torch.no_grad():
         whole = model.logits(ids)
@@ -138,37 +175,33 @@ def test_packed_documents_equal_separate_ones(lane: Lane, data: st.DataObject) -
             close(whole[:, first:last], model.logits(ids[:, first:last]))
 
 
-@lanes("cpu")
 @examples
-@given(data=st.data())
-def test_a_row_does_not_depend_on_the_others(lane: Lane, data: st.DataObject) -> None:
+@given(drawn=hybrids(features=True), rows=packed(3), order=st.permutations(range(3)))
+def test_a_row_does_not_depend_on_the_others(drawn: Drawn, rows: Rows, order: list[int]) -> None:
     """Also where experts overflow: each row has its own slots."""
-    config = data.draw(hybrids(features=True, capacity_factor=1.0))
-    model, ids = fp64(config), data.draw(packed(config, batch=3))
-    order = data.draw(st.permutations(range(3)))
+    config = hybrid(drawn, capacity_factor=1.0)
+    model, ids = fp64(config), ids_of(config, rows)
     with torch.no_grad():
         whole = model.logits(ids)
         close(model.logits(ids[order]), whole[order])
         close(model.logits(ids[:1]), whole[:1])
 
 
-@lanes("cpu")
 @examples
-@given(data=st.data(), cut=st.integers(1, T - 1))
-def test_future_tokens_do_not_affect_the_past(lane: Lane, data: st.DataObject, cut: int) -> None:
-    config = data.draw(hybrids(features=True, **ROOMY))
-    model, ids = fp64(config), data.draw(packed(config))
-    other = torch.cat([ids[:, :cut], data.draw(packed(config))[:, cut:]], 1)
+@given(drawn=hybrids(features=True), rows=packed(), others=packed(), cut=st.integers(1, T - 1))
+def test_future_tokens_do_not_affect_the_past(drawn: Drawn, rows: Rows, others: Rows, cut: int) -> None:
+    config = hybrid(drawn, **ROOMY)
+    model, ids = fp64(config), ids_of(config, rows)
+    other = torch.cat([ids[:, :cut], ids_of(config, others)[:, cut:]], 1)
     with torch.no_grad():
         close(model.logits(other)[:, :cut], model.logits(ids)[:, :cut])
 
 
-@lanes("cpu")
 @examples
-@given(data=st.data())
-def test_prefill_and_decode_equal_the_full_forward(lane: Lane, data: st.DataObject) -> None:
-    config = data.draw(hybrids(**ROOMY))
-    model, ids = fp64(config), data.draw(packed(config, batch=2))
+@given(drawn=hybrids(), rows=packed(2))
+def test_prefill_and_decode_equal_the_full_forward(drawn: Drawn, rows: Rows) -> None:
+    config = hybrid(drawn, **ROOMY)
+    model, ids = fp64(config), ids_of(config, rows)
     with torch.no_grad():
         state, found = empty_state(model, 2), []
         _, positions = documents(ids, config.bos_id)
@@ -179,13 +212,12 @@ def test_prefill_and_decode_equal_the_full_forward(lane: Lane, data: st.DataObje
         close(torch.stack(found, 1), model.logits(ids))
 
 
-@lanes("cpu")
 @examples
-@given(data=st.data(), order=st.permutations(range(SIZES["experts"])))
-def test_the_order_of_experts_does_not_matter(lane: Lane, data: st.DataObject, order: list[int]) -> None:
-    config = data.draw(hybrids(features=True, capacity_factor=1.0))
+@given(drawn=hybrids(features=True), rows=packed(2), order=st.permutations(range(SIZES["experts"])))
+def test_the_order_of_experts_does_not_matter(drawn: Drawn, rows: Rows, order: list[int]) -> None:
+    config = hybrid(drawn, capacity_factor=1.0)
     assume("E" in config.letters)
-    model, ids = fp64(config), data.draw(packed(config, batch=2))
+    model, ids = fp64(config), ids_of(config, rows)
     for block in model.blocks:
         if isinstance(block, MoEBlock):
             block.expert_bias.copy_(torch.linspace(-0.3, 0.3, config.experts))
@@ -199,15 +231,12 @@ def test_the_order_of_experts_does_not_matter(lane: Lane, data: st.DataObject, o
     assert other.overflow() == model.overflow()
 
 
-@lanes("cpu")
 @examples
-@given(data=st.data(), factor=st.sampled_from([1.0, 1.25, 4.0]))
-def test_overflow_counts_the_pairs_beyond_each_capacity(
-    lane: Lane, data: st.DataObject, factor: float
-) -> None:
-    config = data.draw(hybrids(capacity_factor=factor))
+@given(drawn=hybrids(), rows=packed(2), factor=st.sampled_from([1.0, 1.25, 4.0]))
+def test_overflow_counts_the_pairs_beyond_each_capacity(drawn: Drawn, rows: Rows, factor: float) -> None:
+    config = hybrid(drawn, capacity_factor=factor)
     assume("E" in config.letters)
-    model, ids = fp64(config), data.draw(packed(config, batch=2))
+    model, ids = fp64(config), ids_of(config, rows)
     routed: list[tuple[Tensor, int]] = []
     for block in model.blocks:
         if isinstance(block, MoEBlock):
@@ -220,12 +249,11 @@ def test_overflow_counts_the_pairs_beyond_each_capacity(
     assert model.overflow() == sum(max(0, n - slots) for load in loads for n in load.values())
 
 
-@lanes("cpu")
 @examples
-@given(data=st.data())
-def test_the_loss_is_the_mean_over_targets_of_the_rows(lane: Lane, data: st.DataObject) -> None:
-    config = data.draw(hybrids(features=False, aux_weight=0.0, z_weight=0.0, dsa=None))
-    model, ids = fp64(config), data.draw(packed(config, batch=3))
+@given(drawn=hybrids(), rows=packed(3))
+def test_the_loss_is_the_mean_over_targets_of_the_rows(drawn: Drawn, rows: Rows) -> None:
+    config = hybrid(drawn, aux_weight=0.0, z_weight=0.0, dsa=None)
+    model, ids = fp64(config), ids_of(config, rows)
     doc_ids, _ = documents(ids, config.bos_id)
     counts = (next_token_targets(ids, doc_ids) >= 0).sum(1)
     assume(bool((counts > 0).all()) and len(set(counts.tolist())) > 1)
@@ -239,11 +267,10 @@ def test_the_loss_is_the_mean_over_targets_of_the_rows(lane: Lane, data: st.Data
             close(p.grad, whole[name])
 
 
-@lanes("cpu")
 @examples
-@given(data=st.data())
-def test_features_do_not_change_the_other_weights(lane: Lane, data: st.DataObject) -> None:
-    config = data.draw(hybrids(features=True))
+@given(drawn=hybrids(features=True))
+def test_features_do_not_change_the_other_weights(drawn: Drawn) -> None:
+    config = hybrid(drawn)
     bare = build(config.replace(ngram=None, mtp=None, hyper=None, engram=None)).state_dict()
     # A branch wraps the block that it joins.
     full = {
@@ -253,11 +280,10 @@ def test_features_do_not_change_the_other_weights(lane: Lane, data: st.DataObjec
     assert all(torch.equal(full[name], value) for name, value in bare.items())
 
 
-@lanes("cpu")
 @examples
-@given(data=st.data(), name=st.sampled_from(sorted(OPTIMIZERS)))
-def test_optimizer_groups_partition_the_parameters(lane: Lane, data: st.DataObject, name: str) -> None:
-    model = build(data.draw(hybrids(features=True)))
+@given(drawn=hybrids(features=True))
+def test_optimizer_groups_partition_the_parameters(drawn: Drawn) -> None:
+    model = build(hybrid(drawn))
     groups = parameter_groups(model)
     placed = Counter(path for group in groups for path, _ in group["params"])
     assert placed == Counter(path for path, _ in model.named_parameters())
@@ -271,55 +297,102 @@ def test_optimizer_groups_partition_the_parameters(lane: Lane, data: st.DataObje
 
 
 class Recorded(SyntheticBatches):
-    """Batches that note which ones a run has taken."""
+    """Batches that note which ones a run has taken. The run fails when it asks for batch `fails`."""
 
-    def __init__(self, config: HybridConfig) -> None:
+    def __init__(self, config: HybridConfig, fails: int = -1) -> None:
         super().__init__(config.vocab_size, 2, T, seed=0, bos_id=config.bos_id)
         self.taken: list[int] = []
+        self.fails = fails
 
     def __next__(self) -> Tensor:
+        if self.drawn == self.fails:
+            raise RuntimeError(OUT_OF_MEMORY)
         self.taken.append(self.drawn)
         return super().__next__()
 
 
-@lanes("cpu")
+OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+STEPS = 6
+
+
+def trainer(source: Recorded, config: HybridConfig, optimizer: str, checkpoint: Path | None, every: int = 0):
+    plan = TrainingPlan(STEPS, policy="eager", optimizer=optimizer, checkpoint_every=every)
+    return Trainer(config, plan, source, files=Files(checkpoint=checkpoint), backend="eager")
+
+
+def assert_same_training(run: Trainer, whole: Trainer) -> None:
+    """The run ends with the weights of one that was not interrupted, and has its losses from where it began."""
+    assert run.losses == whole.losses[STEPS - len(run.losses) :]
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(run.model.state_dict()[name], value), name
+
+
 @examples
 @given(
-    data=st.data(),
+    drawn=hybrids(features=True),
     stops=st.lists(st.integers(1, 5), min_size=1, max_size=2, unique=True).map(sorted),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
 )
 def test_stopped_runs_train_every_batch_once(
-    lane: Lane,
-    tmp_path_factory: Any,
-    restored_dynamo: None,
-    data: st.DataObject,
+    drawn: Drawn,
     stops: list[int],
     optimizer: str,
 ) -> None:
     """A run that is stopped at any steps and resumed has the losses and weights of a run that is not."""
-    config = data.draw(hybrids(features=True, bias_rate=1e-3))
-    plan = TrainingPlan(6, policy="eager", optimizer=optimizer)
-    folder: Path = tmp_path_factory.mktemp("run")
-
-    def trainer(source: Recorded, checkpoint: Path | None) -> Trainer:
-        return Trainer(config, plan, source, files=Files(checkpoint=checkpoint), backend="eager")
-
-    source = Recorded(config)
-    whole = trainer(source, None)
+    config = hybrid(drawn, bias_rate=1e-3)
+    checkpoint = new_folder() / "checkpoint.pt"
+    whole = trainer(Recorded(config), config, optimizer, None)
     whole.run(allow_synthetic="smoke")
-    taken, losses = [], []
-    for part, stop in enumerate([*stops, 6]):
-        resumed = trainer(Recorded(config), folder / "checkpoint.pt")
+    taken = []
+    for part, stop in enumerate([*stops, STEPS]):
+        resumed = trainer(Recorded(config), config, optimizer, checkpoint)
         if part:
             resumed.resume()
         resumed.run(until=stop, allow_synthetic="smoke")
         taken += resumed.source.taken  # type: ignore[attr-defined]
-        losses += resumed.losses
-    assert taken == source.taken == [*range(6)]
-    assert losses == whole.losses
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(resumed.model.state_dict()[name], value), name
+    assert taken == [*range(STEPS)]
+    assert_same_training(resumed, whole)
+
+
+@examples
+@given(
+    drawn=hybrids(),
+    fails=st.lists(st.sampled_from([-1, 0, 1, 2, 4]), min_size=3, max_size=3),
+    every=st.sampled_from([0, 1]),
+)
+def test_a_retry_trains_no_batch_twice(drawn: Drawn, fails: list[int], every: int) -> None:
+    """A launch that fails after training has begun is final, and a retry continues from the last checkpoint.
+
+    fails: the batch at which each launch fails, -1 for none. every: steps between checkpoints, 0 for none.
+    """
+    config, folder, retry = hybrid(drawn), new_folder(), load_retry()
+    launches: list[Trainer] = []
+
+    def run(children: list[Child], **options: Any) -> dict[str, tuple[str, ...]]:
+        checkpoint = folder / "checkpoint.pt"
+        source = Recorded(config, fails[len(launches)])
+        launches.append(started := trainer(source, config, "adamw", checkpoint, every))
+        if checkpoint.exists():
+            started.resume()
+        try:
+            with patch.dict(os.environ, {BEGUN: children[0].environment[BEGUN]}):  # type: ignore[index]
+                started.run(allow_synthetic="smoke")
+        except RuntimeError as error:
+            raise ChildError("run", 1, "failed", [str(error)]) from None
+        return {"run": ("done",)}
+
+    with patch("launch.retry.run", run):
+        code = supervise(0, [], {}, seconds=1, log=folder / "log")
+    trained = [len(launch.losses) for launch in launches]
+    assert len(launches) <= 1 + retry.times
+    assert max(trained[:-1], default=0) <= retry.last_step, "a retry after training had begun"
+    if code == 0:
+        assert sum(trained) - STEPS == (0 if every else sum(trained[:-1])), "batches that were trained twice"
+        whole = trainer(Recorded(config), config, "adamw", None)
+        whole.run(allow_synthetic="smoke")
+        assert_same_training(launches[-1], whole)
+    else:
+        assert launches[-1].step < STEPS
 
 
 TREES = st.dictionaries(
@@ -327,12 +400,11 @@ TREES = st.dictionaries(
 )
 
 
-@lanes("cpu")
 @examples
 @given(first=TREES, second=TREES, own=TREES)
-def test_a_synced_cache_never_mixes_two_trees(lane: Lane, tmp_path_factory: Any, first, second, own) -> None:
+def test_a_synced_cache_never_mixes_two_trees(first, second, own) -> None:
     """Each file of the last seed is that seed's, any other stays as it was, and a second sync copies nothing."""
-    folder: Path = tmp_path_factory.mktemp("sync")
+    folder = new_folder()
     for name, tree in (("first", first), ("second", second), ("target", own)):
         (folder / name).mkdir()
         for path, content in tree.items():

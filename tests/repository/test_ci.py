@@ -65,7 +65,7 @@ case "$name $1 $2" in
   "python3 -c "*) exec PYTHON "$@" ;;
   "python3 -m venv") mkdir -p "$3/bin" && cp "$(dirname "$0")"/{python,bumpgate} "$3/bin/"; exit ;;
 esac
-echo "$name $*" >> "$CALLS"
+echo "$name $*${HYPOTHESIS_PROFILE:+, $HYPOTHESIS_PROFILE}" >> "$CALLS"
 [ -z "$UV_TORCH_BACKEND" ] || echo "$name with torch for $UV_TORCH_BACKEND" >> "$CALLS"
 case "$name $1 $2" in
   "tox run "*) touch record.json; exit "${TOX:-0}" ;;
@@ -148,7 +148,8 @@ def nightly(folder: Path, listed: Any, **variables: Any) -> tuple[dict[str, Job]
 
 def test_nightly_is_green_without_a_newer_candidate(tmp_path: Path) -> None:
     jobs, calls = nightly(tmp_path, [{**each, "candidate": ""} for each in LISTED])
-    every = {"candidates": "success", "every-lane": "success", "notify": "success"}
+    every = dict.fromkeys(("candidates", "properties", "every-lane", "notify"), "success")
+    assert "tox run -e cpu -- suites/model/test_properties.py, nightly" in calls
     assert results(jobs) == every | dict.fromkeys(("gate", "bisect", "adopt", "mirror"), "skipped"), jobs
     assert jobs["every-lane"].log.splitlines()[-1] == "v6e: no newer candidate"
     assert "bumpgate gate" not in calls

@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -247,7 +247,7 @@ def _call_site(stack: str) -> str:
 
 
 @contextmanager
-def eager_islands(blocks: Iterable[nn.Module]) -> Iterator[Counter[str]]:
+def eager_islands(blocks: Collection[nn.Module]) -> Iterator[Counter[str]]:
     """Count, by class name, the block executions inside the context that run as plain Python.
 
     A compiled block runs code that Dynamo generated, so the interpreter never enters the code object of its `forward`.
@@ -255,11 +255,15 @@ def eager_islands(blocks: Iterable[nn.Module]) -> Iterator[Counter[str]]:
     hook detects that without changing the model, its graphs or its guards.
     """
     tally: Counter[str] = Counter()
-    codes = {inspect.unwrap(type(block).forward).__code__: type(block).__name__ for block in blocks}
+    counted = {id(block): type(block).__name__ for block in blocks}
+    codes = {inspect.unwrap(type(block).forward).__code__ for block in blocks}
 
     def entered(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code in codes:
-            tally[codes[frame.f_code]] += 1
+        if event != "call" or frame.f_code not in codes:
+            return
+        called = id(frame.f_locals[frame.f_code.co_varnames[0]])
+        if called in counted:  # not a block within one that wraps it
+            tally[counted[called]] += 1
 
     previous = sys.getprofile()
     sys.setprofile(entered)
