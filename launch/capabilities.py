@@ -153,6 +153,20 @@ def at_least(label: str, release: str) -> bool:
     return Version(label).release >= Version(release).release
 
 
+def trained_in(wanted: str, device: str, path: Path = PATH) -> str:
+    """Return the dtype of a run that asks for `wanted`: on an old GPU, another one for the contract's low precision.
+
+    Raises ContractError; see low_precision.
+    """
+    place = torch.device(device)
+    if place.type != "cuda" or wanted != section(
+        "capability", lambda table: table["low_precision"]["dtype"], path
+    ):
+        return wanted
+    major, minor = torch.cuda.get_device_capability(place)
+    return low_precision("cuda", 10 * major + minor, path=path)
+
+
 def low_precision(device: str, sm: int = 0, given: Mapping[str, str] = os.environ, path: Path = PATH) -> str:
     """The dtype of the low-precision parts. sm: the GPU's compute capability times ten, 90 for an H200.
 

@@ -37,12 +37,14 @@ import torch
 from torch import Tensor
 
 from launch.autofit import ALONE, Share, accumulated_step, device_batch
+from launch.capabilities import trained_in
 from launch.contract import Contract, ContractError, apply_dynamo, load
 from launch.data import DataError, PackedBatches, Source, SyntheticBatches, TokenFile, receipt
 from launch.dist import process_group
 from launch.dist.parallel import STYLES, average_buffers, overflow, parallelize
 from launch.dist.ranks import Layout, Ranks
 from launch.dist.shards import distributed, whole
+from launch.memory import memory_of
 from launch.optimizers import OPTIMIZERS, build_optimizer
 from launch.outputs import NO_FILES, Files
 from launch.policies import POLICIES, Backend, CompiledHybrid, apply
@@ -56,7 +58,8 @@ from model.presets import NAMES, SIZES
 REFUSED, NOT_FINITE, DISK_FULL, OVER_BUDGET = environment.REFUSED, 4, environment.DISK_FULL, 6
 
 SAVED = {"config", "plan", "step", "model", "optimizer", "source", "rng"}  # keys of a checkpoint
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+# float16 only where the contract has it in place of bfloat16: there is no loss scaling.
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float64", "float16")}
 
 
 class NonFiniteError(ArithmeticError):
@@ -231,6 +234,7 @@ class Trainer:
         passed(len(self.losses) - 1, self.last_step_of_start)
         if self.log is not None and self.writes:
             line = {"step": self.step, "loss": loss, "lr": self.plan.lr_at(self.step)}
+            line |= memory_of(torch.device(self.device))
             with self.log.open("a" if self.step else "w") as file:
                 file.write(json.dumps(line) + "\n")
         self.step += 1
@@ -312,7 +316,7 @@ def parser() -> argparse.ArgumentParser:
     add("--size", choices=SIZES, default="narrow")
     add("--policy", choices=POLICIES, default=plan.policy)
     weights = "of weights, activations and gradients; the optimizer's state is float32 (default: %(default)s)"
-    add("--dtype", choices=DTYPES, default=plan.dtype, help=weights)
+    add("--dtype", choices=[*DTYPES][:3], default=plan.dtype, help=weights)
     add("--steps", type=int, required=True)
     add("--data", type=Path, help="a token file or its directory; absent only with --smoke")
     add("--smoke", action="store_true", help="random ids: a step runs, nothing is trained")
@@ -332,7 +336,7 @@ def parser() -> argparse.ArgumentParser:
     add("--checkpoint", type=Path, help="where to save the state, at the end and every N steps")
     add("--checkpoint-every", type=int, default=plan.checkpoint_every, metavar="N")
     add("--resume", action="store_true", help="continue from --checkpoint")
-    add("--log", type=Path, help="one JSON line a step")
+    add("--log", type=Path, help="one JSON line a step, with the memory of the device")
     return p
 
 
@@ -366,6 +370,7 @@ def train(o: argparse.Namespace) -> None:
     config = preset(o.preset, o.size)
     plan = TrainingPlan(**{name: getattr(o, name) for name in TrainingPlan.__dataclass_fields__})
     environment.check(contract := load())
+    plan = replace(plan, dtype=trained_in(plan.dtype, o.device))
     if environment.RETRY in os.environ:
         torch.compiler.reset()  # only here (rule C21): a retry rebuilds its model
     ranks = Ranks(contract, o.device, layout_of(o)) if os.environ.get("LOCAL_RANK") else None

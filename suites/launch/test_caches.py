@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.plugin.rows import InfraError
-from launch import caches
+from launch import caches, train
 from launch.caches import CacheError, DiskFull, disk_full, sync, usable
 from launch.contract import load
 from launch.environment import RUN, child_environment, run_caches
@@ -311,6 +311,18 @@ def test_named_run_seeds_and_publishes_its_caches(tmp_path: Path, monkeypatch, c
     assert (report["seeded"], report["published"]) == (1, 1)
     assert (own / "former").read_text() == "of a former run"
     assert (shared / "code").read_text() == "of this run"
+
+
+def test_rank_that_does_not_write_publishes_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Ranks of one host compile the same code: the shared caches have one writer."""
+    pairs = named_run(tmp_path, monkeypatch)
+    for _, own in pairs:
+        own.mkdir(parents=True)
+        (own / "code").write_text("of this run")
+    monkeypatch.setattr(train.Trainer, "writes", False)
+    assert main(SMALL) == 0
+    assert capsys.readouterr().out == ""
+    assert not any(shared.exists() for shared, _ in pairs)
 
 
 @planted("C20", "a target that cannot be written, a source that changes meanwhile")

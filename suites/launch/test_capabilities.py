@@ -20,6 +20,7 @@ from packaging.version import Version
 from torch.torch_version import TorchVersion
 
 from bumpgate.plugin.instruments import reset_dynamo
+from launch import train
 from launch.capabilities import (
     GRAPHS,
     Seen,
@@ -186,3 +187,18 @@ def test_low_precision_dtype_of_an_old_gpu(lane: Lane, tmp_path: Path, row) -> N
     careless = tmp_path / "contract.toml"
     careless.write_text(PATH.read_text().replace("minimum_sm = 80", "minimum_sm = 0"))
     assert dtypes("1", careless) == ["bfloat16"] * len(AGES) != expected["1"]
+
+
+@lanes("cpu")
+def test_training_in_bf16_asks_for_the_age_of_the_gpu(lane: Lane, launched, monkeypatch, capsys) -> None:
+    """On an old GPU --dtype bfloat16 is refused before the model is built, or becomes float16 on request."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(train, "Trainer", lambda config, plan, *_, **__: pytest.fail(plan.dtype))
+    options = ["--steps", "1", "--smoke", "--device", "cuda", "--dtype"]
+    assert train.main([*options, "bfloat16"]) == 3
+    assert "refused: sm_75 is below sm_80" in capsys.readouterr().err
+    with pytest.raises(pytest.fail.Exception, match="float32"):
+        train.main([*options, "float32"])
+    monkeypatch.setenv("BUMPGATE_FP16_BELOW_SM80", "1")
+    with pytest.raises(pytest.fail.Exception, match="float16"):
+        train.main([*options, "bfloat16"])

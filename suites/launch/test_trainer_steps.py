@@ -12,6 +12,8 @@ import math
 import os
 import platform
 import re
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from launch import contract, train
 from launch.contract import ContractError
 from launch.data import DataError, PackedBatches, SyntheticBatches, TokenFile, receipt
 from launch.dist.ranks import Layout
+from launch.memory import memory_of
 from launch.train import NonFiniteError, Trainer, TrainingPlan, facts, main, parser
 from launch.warmup import Start
 from suites.launch.trainers import CONFIG, CORPUS, corpus_trainer, smoke_trainer
@@ -46,7 +49,7 @@ def steps_of(log: Path) -> list[int]:
 
 
 def test_each_step_applies_its_rate_to_all_groups(tmp_path: Path, monkeypatch) -> None:
-    """The log states the same rate."""
+    """The log states the same rate, and the memory that is in use."""
     run = smoke_trainer(4, warmup=2, log=tmp_path / "log.jsonl")
     applied, step = [], run.optimizer.step
 
@@ -56,7 +59,9 @@ def test_each_step_applies_its_rate_to_all_groups(tmp_path: Path, monkeypatch) -
 
     monkeypatch.setattr(run.optimizer, "step", recorded)
     run.run(allow_synthetic="smoke")
-    logged = [json.loads(line)["lr"] for line in run.log.open()]
+    lines = [json.loads(line) for line in run.log.open()]
+    assert all(1 << 20 < line["bytes_used"] < line["bytes_limit"] for line in lines)
+    logged = [line["lr"] for line in lines]
     assert logged == [run.plan.lr_at(s) for s in range(4)]
     assert len(set(logged)) == 4
     assert len(run.optimizer.param_groups) > 1
@@ -143,6 +148,17 @@ def test_checkpoint_is_on_disk_before_it_replaces_the_last(tmp_path: Path, monke
     run.save()
     size = run.checkpoint.stat().st_size
     assert done == [("sync", size), ("replace", size)]
+
+
+def test_memory_is_of_the_chip_or_says_why_not(monkeypatch) -> None:
+    """A chip without a reading never reads 0."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 8 << 30))
+    assert memory_of(torch.device("cuda", 1)) == {"bytes_used": 5 << 30, "bytes_limit": 8 << 30}
+    failing = types.ModuleType("launch.xla.tpu_memory")
+    failing.MemoryReadingError = LookupError  # type: ignore[attr-defined]
+    failing.chip_memory = {}.__getitem__  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "launch.xla.tpu_memory", failing)
+    assert memory_of(torch.device("xla", 3)) == {"memory_error": "'TPU:3'"}
 
 
 def test_resume_restores_the_random_state(tmp_path: Path) -> None:
