@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from bumpgate.plugin.instruments import DynamoWatch, dynamo_config, read_dynamo_config, reset_dynamo
+from bumpgate.plugin.instruments.work import DeviceWork
 from bumpgate.plugin.rows import Interval, RowRecorder
 from bumpgate.process.gpu_shares import untimed
 from launch.contract import apply_dynamo, load
@@ -153,22 +153,6 @@ def full_size(name: str, policy: str) -> Iterator[FullSize]:
             reset_dynamo()
             gc.collect()
             torch.cuda.empty_cache()
-
-
-class DeviceWork(NamedTuple):
-    """The device's own trace of one call: number of kernels, and their total milliseconds without idle time."""
-
-    kernels: int
-    milliseconds: float
-
-
-def device_work(step: Callable[[], object]) -> DeviceWork:
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        step()
-        torch.cuda.synchronize()
-    on_device = torch.autograd.DeviceType.CUDA
-    kernels = [e for e in trace.events() if e.device_type == on_device and not e.name.startswith("Mem")]
-    return DeviceWork(len(kernels), sum(e.time_range.elapsed_us() for e in kernels) / 1e3)
 
 
 def report_device_time(row: RowRecorder, case: str, work: DeviceWork, evidence: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from bumpgate.plugin.instruments import eager_islands
+from bumpgate.plugin.instruments.work import device_work
 from bumpgate.process.gpu_shares import untimed, unused
 from suites.compile.expectations import expected
 from suites.support.anchor import anchor_milliseconds
@@ -29,7 +30,6 @@ from suites.throughput.full_size import (
     TOLERANCE,
     WARMUP,
     FullSize,
-    device_work,
     full_size,
     memory,
     report_device_time,

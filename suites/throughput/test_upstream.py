@@ -21,6 +21,7 @@ import pytest
 import model.attention
 import model.m2rnn
 import model.mamba
+from bumpgate.plugin.instruments.work import device_work
 from model import preset
 from suites.kernels.peer_tuning import keep_winners
 from suites.support.absent import not_run
@@ -33,7 +34,6 @@ from suites.throughput.full_size import (
     HOST_TOLERANCE,
     TOLERANCE,
     WARMUP,
-    device_work,
     full_size,
     memory,
     report_device_time,

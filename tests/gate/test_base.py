@@ -64,6 +64,17 @@ def test_a_changed_count_is_found_between_two_commits(foreign: Foreign) -> None:
     assert "work tree (candidate) against commit " in ran.out
 
 
+def test_tests_inside_of_the_package_run_on_both_sides(foreign: Foreign) -> None:
+    git(foreign.root, "rm", "-qr", "src", "tests")
+    for path, text in (("", NET.format(13)), ("tests/", ""), ("tests/test_net.py", TEST)):
+        foreign.write(f"net/{path}" if path.endswith(".py") else f"net/{path}__init__.py", text)
+    git(foreign.root, "add", "-A")
+    git(foreign.root, "commit", "-qm", "Package")
+    foreign.write("net/__init__.py", NET.format(14))
+    ran, found = gate(foreign, "HEAD")
+    assert (ran.code, found["findings"][0]["rows"]) == (1, ["compile/net/graph_breaks"]), ran.out + ran.err
+
+
 def test_an_edit_is_compared_with_the_last_commit(foreign: Foreign) -> None:
     foreign.write("src/net.py", NET.format(14))
     assert gate(foreign, "HEAD")[0].code == 1

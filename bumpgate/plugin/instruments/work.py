@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -56,11 +56,22 @@ def count_work(function: Callable[[], object]) -> Work:
     function()
     with FlopCounterMode(display=False) as flops, _Operators() as operators:
         function()
-    launches = None
-    if torch.cuda.is_available():
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            function()
-            torch.cuda.synchronize()
-        kernels = (e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA)
-        launches = sum(not e.name.startswith(("Memcpy", "Memset")) for e in kernels)
+    launches = device_work(function).kernels if torch.cuda.is_available() else None
     return Work(flops.get_total_flops(), operators.bytes, operators.count, launches)
+
+
+class DeviceWork(NamedTuple):
+    """The device's own trace of one call: number of kernels, and their total milliseconds without idle time."""
+
+    kernels: int
+    milliseconds: float
+
+
+def device_work(step: Callable[[], object]) -> DeviceWork:
+    """Return what a GPU runs in one call."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    kernels = [e for e in trace.events() if e.device_type == on_device and not e.name.startswith("Mem")]
+    return DeviceWork(len(kernels), sum(e.time_range.elapsed_us() for e in kernels) / 1e3)
