@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from email.parser import HeaderParser
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,16 @@ def of_lane(root: Path, lane: Lane) -> list[str]:
 
 
 def of_project(root: Path) -> list[str]:
-    """Return the dependencies that a pyproject.toml declares, also in Poetry's table, without the project itself."""
+    """Return the dependencies of pyproject.toml, also in Poetry's table, or of an sdist's metadata, without extras."""
     path = root / lanes.PROJECT
     document = tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     found = list(document.get("project", {}).get("dependencies", ()))
     poetry = document.get("tool", {}).get("poetry", {}).get("dependencies", {})
-    return found or [name for name in poetry if name != "python"]
+    found = found or [name for name in poetry if name != "python"]
+    if not found and (info := root / "PKG-INFO").is_file():
+        stated = HeaderParser().parsestr(info.read_text(encoding="utf-8")).get_all("Requires-Dist", [])
+        found = [each for each in map(str, stated) if "extra ==" not in each]
+    return found
 
 
 def _locked(text: str, own: Sequence[str]) -> list[str]:

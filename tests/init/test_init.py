@@ -306,6 +306,16 @@ def test_init_takes_the_pins_of_a_requirements_file(init: Init, tmp_path: Path) 
     assert not (tmp_path / "bumps/requirements.txt").exists()
 
 
+def test_init_reads_the_dependencies_of_an_sdist(init: Init, tmp_path: Path) -> None:
+    (tmp_path / "setup.py").write_text("from setuptools import setup; setup()")
+    (tmp_path / "PKG-INFO").write_text(
+        "Name: net\nRequires-Dist: scipy>1\nRequires-Dist: six; extra == 'dev'\n\nA net."
+    )
+    assert init("--torch", "2.13.0")[0] == 0
+    assert LaneContext(tmp_path, "mine").requirements()[:3] == ("torch==2.13.0", "numpy", "scipy>1")
+    assert not [each for each in LaneContext(tmp_path, "mine").requirements() if "six" in each]
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
