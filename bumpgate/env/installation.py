@@ -21,7 +21,7 @@ from bumpgate.env import cached, store
 from bumpgate.env.cached import Say
 from bumpgate.env.locks import pins, read_lock, wheel_sizes
 from bumpgate.env.request import RUNNING, Request
-from bumpgate.env.uv import run_uv
+from bumpgate.env.uv import host_settings, run_uv
 from bumpgate.process import child
 from bumpgate.process.child import ChildFault
 
@@ -166,7 +166,10 @@ class Installation:
 
     def uv(self, command: str, *arguments: str | Path, keep_open: int | None = None) -> None:
         held = self.locks if keep_open is None else (*self.locks, keep_open)
-        code, output = run_uv((command, *arguments), self.log, held)
+        # For uv, one --find-links replaces all of the host's.
+        places = host_settings().get("UV_FIND_LINKS", "").split(",") if "--find-links" in arguments else []
+        host = [part for place in places if place for part in ("--find-links", place)]
+        code, output = run_uv((command, *arguments, *host), self.log, held)
         if code:
             raise self.failure(code, output)
 

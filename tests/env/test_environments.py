@@ -78,6 +78,17 @@ def test_key_depends_on_what_determines_the_content(
     assert (request_key(request, None) == request_key(replace(request, **change), None)) is same  # type: ignore[arg-type]
 
 
+def test_folders_of_the_host_are_searched_next_to_those_of_a_request(
+    index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wheel store holds a part of a lock; the rest comes from where the host has its wheels."""
+    for folder, name in (("store", "stored"), ("host", "kept")):
+        fake_wheel(tmp_path / folder, name, "1.0")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "host"))
+    made = build(Request(("stored", "kept"), find_links=(str(tmp_path / "store"),)))
+    assert made.packages == {"stored": "1.0", "kept": "1.0"}
+
+
 def test_key_depends_on_host_settings_lock_and_files(
     index: LocalIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
