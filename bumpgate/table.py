@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bumpgate.core.baseline import accept_new
 from bumpgate.core.errors import one_line
 from bumpgate.core.outcomes import SKIPPED, is_skipped
 from bumpgate.core.rows import Judgement, Record, Value, Verdict, is_number
@@ -23,6 +24,7 @@ STYLE = {
     Verdict.REGRESSION: "bold red",
     Verdict.CHANGED: "red",
     Verdict.MISSING: "magenta",
+    Verdict.NEW: "cyan",
     Verdict.INSTRUMENT: "yellow",
     Verdict.INFRA: "yellow",
     Verdict.INCONCLUSIVE: "yellow",
@@ -50,10 +52,12 @@ def verdict_table(record: Record, where: str, *, verbose: bool = False, terminal
         if j.explains and j.verdict is Verdict.INCONCLUSIVE:
             alike.setdefault(j.reason.partition(": measured")[0], []).append(j)
     unlike_host = {reason: found for reason, found in alike.items() if len(found) > 1}
-    together = {j.row.id for found in unlike_host.values() for j in found}
+    new = [j for j in rows if j.verdict is Verdict.NEW and j.red]
+    together = {j.row.id for found in (new, *unlike_host.values()) for j in found}
     shown = [j for j in rows if (verbose or j.verdict is not Verdict.PASS) and j.row.id not in together]
     entries = [_entry(j, record) for j in _worst_first(shown)]
     entries += [_of_one_reason(reason, found) for reason, found in unlike_host.items()]
+    entries += [_of_new(new, record)] if new else []
     if len(stopped) > 1:
         text = f"{len(stopped)} rows not measured because the run stopped early"
         entries.append((Verdict.MISSING.value, STYLE[Verdict.MISSING], text, ""))
@@ -143,6 +147,13 @@ def _of_one_reason(reason: str, found: Sequence[Judgement]) -> Entry:
         "\n".join([f"{len(found)} rows: {reason}", *sorted(lines)]),
         found[0].command,
     )
+
+
+def _of_new(found: Sequence[Judgement], record: Record) -> Entry:
+    """Format the rows that were never reviewed: a line each, and one command for all."""
+    title = f"{len(found)} row{'s' * (len(found) != 1)} measured and never reviewed"
+    lines = sorted(f"{j.row.id}: {_show(j.row.value)} {j.row.unit}" for j in found)
+    return Verdict.NEW.value, STYLE[Verdict.NEW], "\n".join([title, *lines]), accept_new(record)
 
 
 def _plain(entries: Iterable[Entry]) -> str:

@@ -527,9 +527,8 @@ def _row_verdict(j: Judgement, record: Record, skipped: set[str]) -> Verdict:
     if j.row.better == "defect" and j.row.value is not None and j.verdict is not Verdict.INSTRUMENT:
         # A defect's expected range is keyed by version, and the version is what a bisect varies: use the value.
         return Verdict.REGRESSION if j.row.value else Verdict.PASS
-    # A derived row has been judged by its test, reviewed or not.
-    derived = j.row.better == "derived" and j.verdict is Verdict.MISSING and not j.row.unmeasured
-    if not j.red or derived:
+    # What was never reviewed is right by its test, and is compared with the good endpoint.
+    if not j.red or j.verdict is Verdict.NEW:
         return Verdict.PASS
     lost = j.row.unmeasured and j.verdict is Verdict.MISSING and record.complete and j.row.test not in skipped
     return Verdict.REGRESSION if lost or j.verdict in PRODUCT else j.verdict

@@ -22,6 +22,7 @@ from bumpgate.core.rows import (
     ROW_ID,
     SCHEMA,
     Judgement,
+    Record,
     Row,
     Value,
     Verdict,
@@ -121,7 +122,7 @@ def find_root(start: Path) -> Path:
 
 
 def load(path: Path, lane: str, *, missing_ok: bool = False) -> Baseline:
-    """Read baselines/<lane>.json; with `missing_ok` an absent file is an empty baseline (every row MISSING).
+    """Read baselines/<lane>.json; with `missing_ok` an absent file is an empty baseline (every row NEW).
 
     Raises BaselineError (one line) if the file is not a complete baseline of this lane.
     """
@@ -277,10 +278,26 @@ def violation(row: Row) -> str | None:
     return None
 
 
-def accept(lane: str, row_id: str = "", *, prune: bool = False) -> str:
-    """Return the command that accepts one row, or a whole record."""
+def accept(lane: str, row_id: str = "", *, prune: bool = False, new: bool = False) -> str:
+    """Return the command that accepts one row, all new ones, or a whole record."""
     only = f" --only {shlex.quote(row_id)}" if row_id else ""
-    return f"bumpgate rebaseline --lane {lane}{only}{' --prune' if prune else ''}"
+    return f"bumpgate rebaseline --lane {lane}{only}{' --prune' * prune}{' --new' * new}"
+
+
+def _accept(row: Row, baseline: Baseline, build: Build) -> str:
+    """Return the command that accepts a row. Another build is accepted as a whole."""
+    other = build is not None and baseline.made_with and other_build(baseline.made_with, build)
+    return accept(baseline.lane, "" if other else row.id)
+
+
+def accept_new(record: Record) -> str:
+    """Return the one command that accepts the rows of a record that were never reviewed."""
+    lane, whole = str(record.provenance.get("lane")), bool(record.provenance.get("full_run"))
+    red = [j for j in record.judgements if j.red]
+    new = [j for j in red if j.verdict is Verdict.NEW]
+    if not record.complete or (not whole and any(j.command == accept(lane) for j in new)):
+        return f"pytest -m {lane}"  # an incomplete run, and a part under another build, are not accepted
+    return accept(lane, new=any(not j.gone for j in red if j not in new))
 
 
 def times(lane: str) -> str:
@@ -349,7 +366,7 @@ def _review(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judge
 
     A paired row needs no reviewed value: the gate compares it with the adopted build's.
     """
-    command = accept(baseline.lane, row.id)
+    command = _accept(row, baseline, build)
     old = baseline.rows.get(row.id)
     if old is None and row.paired:
         return Judgement(row, Verdict.PASS, "not reviewed: compared between the sides of a gate only")
@@ -357,7 +374,7 @@ def _review(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judge
         reason = f"lane {baseline.lane} has no times of its own: measured {row.value!r} {row.unit}"
         return Judgement(row, Verdict.INCONCLUSIVE, reason, times(baseline.lane), explains=True)
     if old is None:
-        return Judgement(row, Verdict.MISSING, f"not reviewed: measured {row.value!r} {row.unit}", command)
+        return Judgement(row, Verdict.NEW, f"not reviewed: measured {row.value!r} {row.unit}", command)
     for name in ("unit", "better", "per_build", "work"):
         was, now = getattr(old, name), getattr(row, name)
         if was != now and (name != "work" or was):
@@ -373,7 +390,7 @@ def _exact(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgem
     other = row.per_build and build is not None and other_build(baseline.made_with, build)
     if other:
         reason += f"; {other}"
-    return Judgement(row, Verdict.CHANGED, reason, accept(baseline.lane, row.id), explains=bool(other))
+    return Judgement(row, Verdict.CHANGED, reason, _accept(row, baseline, build), explains=bool(other))
 
 
 def _code(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgement | None:
@@ -386,10 +403,10 @@ def _code(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judgeme
         if row.value == old.values[triton]:
             return None
         reason = f"reviewed {old.values[triton]!r} with triton {triton}, measured {row.value!r}"
-        return Judgement(row, Verdict.CHANGED, reason, accept(baseline.lane, row.id))
+        return Judgement(row, Verdict.CHANGED, reason, _accept(row, baseline, build))
     if triton in baseline.tritons(old.test):
         reason = f"not reviewed with triton {triton}: measured {row.value!r} {row.unit}"
-        return Judgement(row, Verdict.MISSING, reason, accept(baseline.lane, row.id))
+        return Judgement(row, Verdict.NEW, reason, _accept(row, baseline, build))
     other = kernel_code.nearest(triton, old.values)
     found = kernel_code.worse(kernel_code.parse(old.values[other]), kernel_code.parse(row.value))
     reason = f"triton {triton} is not reviewed, compared with {other}: "
@@ -430,7 +447,7 @@ def _ordered(row: Row, baseline: Baseline, failed: Failed, build: Build) -> Judg
         verdict = Verdict.WIN
         if row.better == "lower" and row.interval is None and not is_time(row):
             verdict, reason = Verdict.CHANGED, f"{reason}: fewer, or an instrument that saw only a part"
-        return Judgement(row, verdict, reason, accept(baseline.lane, row.id))
+        return Judgement(row, verdict, reason, _accept(row, baseline, build))
     if high > limit and (value > limit or high - low > 2 * slack):
         return Judgement(row, Verdict.INCONCLUSIVE, reason, investigate(baseline.lane, row.test))
     return None

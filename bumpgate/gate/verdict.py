@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from bumpgate.core import census, kernel_code
-from bumpgate.core.baseline import investigate, tier, violation
+from bumpgate.core.baseline import accept, investigate, tier, violation
 from bumpgate.core.errors import one_line
 from bumpgate.core.findings import (
     ADDRESS,
@@ -61,7 +61,7 @@ WORSE, OTHER_WORK, OTHER_KIND, VARIANT = "WORSE", "OTHER WORK", "OTHER KIND", "V
 NEW, NOT_RUN, SLOW_IN_BOTH, LOGS = "NEW", "NOT RUN", "SLOW IN BOTH", "LOGS"
 # Labels that are shown with the metric of their rows.
 BY_METRIC = (
-    *("FIXED", "WIN", NEW, PEER, "KNOWN DEFECT", "RED IN BOTH", SLOW_IN_BOTH, WORSE),
+    *("FIXED", "WIN", PEER, "KNOWN DEFECT", "RED IN BOTH", SLOW_IN_BOTH, WORSE),
     *(v.value for v in PRODUCT),
 )
 # Verdicts on a ratio to another implementation that was measured.
@@ -77,7 +77,8 @@ class Reading(Enum):
     INSTRUMENT = "INSTRUMENT"
     INFRA = "INFRA"
     INCONCLUSIVE = "INCONCLUSIVE"
-    UNREVIEWED = "MISSING: measured, not reviewed"
+    UNREVIEWED = "MISSING: measured, not reviewed, in a record before NEW"
+    NEW = "NEW: measured, not reviewed"
     LOST = "MISSING: reviewed, not measured"
     UNMEASURED = "not measured, for a reason that the row states"
     NO_ROW = "not in the record"
@@ -105,17 +106,18 @@ class Cell(Enum):
 _COLUMNS = tuple(Reading)
 # Rows: the adopted side; columns: the candidate, in the order of Reading.
 _LINES = {
-    #                     RIGHT REGR CHAN INST INFRA INCO UNRE LOST UNME NO_ROW
-    Reading.RIGHT: "        =    H    H    c    c    c    c    L    c    c",
-    Reading.REGRESSION: "   F    2    2    c    c    c    c    c    c    c",
-    Reading.CHANGED: "      F    2    2    c    c    c    c    c    c    c",
-    Reading.INSTRUMENT: "   a    c    c    c    c    c    c    c    c    c",
-    Reading.INFRA: "        a    c    c    c    c    c    c    c    c    c",
-    Reading.INCONCLUSIVE: " a    c    c    c    c    c    c    c    c    c",
-    Reading.UNREVIEWED: "   a    c    c    c    c    c    c    c    c    c",
-    Reading.LOST: "         a    a    a    a    a    a    a    c    c    c",
-    Reading.UNMEASURED: "   a    a    a    a    a    a    a    c    c    c",
-    Reading.NO_ROW: "       a    a    a    a    a    a    N    c    c    c",
+    #                     RIGHT REGR CHAN INST INFRA INCO UNRE NEW  LOST UNME NO_ROW
+    Reading.RIGHT: "        =    H    H    c    c    c    c    =    L    c    c",
+    Reading.REGRESSION: "   F    2    2    c    c    c    c    F    c    c    c",
+    Reading.CHANGED: "      F    2    2    c    c    c    c    F    c    c    c",
+    Reading.INSTRUMENT: "   a    c    c    c    c    c    c    a    c    c    c",
+    Reading.INFRA: "        a    c    c    c    c    c    c    a    c    c    c",
+    Reading.INCONCLUSIVE: " a    c    c    c    c    c    c    a    c    c    c",
+    Reading.UNREVIEWED: "   a    c    c    c    c    c    c    a    c    c    c",
+    Reading.NEW: "          =    H    H    c    c    c    c    =    L    c    c",
+    Reading.LOST: "         a    a    a    a    a    a    a    a    c    c    c",
+    Reading.UNMEASURED: "   a    a    a    a    a    a    a    a    c    c    c",
+    Reading.NO_ROW: "       a    a    a    a    a    a    N    N    c    c    c",
 }
 TABLE = {
     (adopted, candidate): Cell(cell)
@@ -396,7 +398,10 @@ def _finding(
         return []
     decision, label = result
     metric, head = "", ""
-    if label in BY_METRIC:
+    if label == NEW and decision is Decision.ADOPT:
+        where = "equal on both sides" if adopted else "not in the adopted set"
+        head = f"not reviewed, {where}; to accept: pytest -m {lane}; {accept(lane)}"
+    elif label in BY_METRIC:
         metric, head = shown.row.id.rsplit("/", 1)[1], _head(adopted, candidate)
     elif adopted and candidate and label in (OTHER_WORK, OTHER_KIND):
         differs = kinds(adopted.row, candidate.row).items()
@@ -411,8 +416,9 @@ def _finding(
         )
         head = one_line(reason) or once
     repro = investigate(lane, shown.row.test)
-    if decision is Decision.UNKNOWN:
-        repro = shown.command or repro
+    if decision is Decision.UNKNOWN and shown.command:
+        again = shown.command.startswith("bumpgate rebaseline")  # needs a record of the whole lane
+        repro = f"pytest -m {lane}; {shown.command}" if again else shown.command
     both = _shown(adopted, candidate), _shown(candidate, adopted)
     return [Finding(decision, label, metric, head, (shown.row.id,), *both, repro)]
 
@@ -423,8 +429,8 @@ def reading_of(j: Judgement | None, *, alone: bool = False) -> Reading:
         return Reading.NO_ROW
     if j.row.unmeasured:
         return Reading.LOST if j.verdict is Verdict.MISSING else Reading.UNMEASURED
-    if j.verdict is Verdict.MISSING and (alone or j.red):
-        return Reading.UNREVIEWED
+    if j.verdict in (Verdict.MISSING, Verdict.NEW) and (alone or j.red):
+        return Reading.NEW if j.verdict is Verdict.NEW else Reading.UNREVIEWED
     return Reading[j.verdict.name] if j.red else Reading.RIGHT
 
 
@@ -485,7 +491,8 @@ def _compare_values(adopted: Judgement, candidate: Judgement, *, paired: bool) -
     won = candidate.verdict is Verdict.WIN and adopted.verdict is not Verdict.WIN
     moved = None if paired else change(adopted.row, candidate.row)
     if moved in (None, ValueChange.BETTER):
-        return (Decision.ADOPT, Verdict.WIN.value) if moved or won else None
+        unreviewed = (Decision.ADOPT, NEW) if candidate.verdict is Verdict.NEW else None
+        return (Decision.ADOPT, Verdict.WIN.value) if moved or won else unreviewed
     by_adopted = adopted.accepted and moved is not ValueChange.WORSE
     of_build = moved is ValueChange.OTHER and candidate.row.per_build
     reviewed = candidate.accepted or by_adopted or of_build or moved is ValueChange.SMALL

@@ -29,7 +29,9 @@ EVIDENCE = 8  # lines that are kept of each side
 NEW, STILL, BACK, GONE, UNMEASURED = "new", "still there", "back", "gone", "not measured"
 # Outcomes of paired sessions that decide a row, and row verdicts that do not decide.
 DECIDED = {o.value for o in (*NO_REGRESSION, TimedOutcome.SLOWER, TimedOutcome.SLOW_MODE)}
-OPEN = {v.value for v in (Verdict.MISSING, Verdict.INSTRUMENT, Verdict.INFRA, Verdict.INCONCLUSIVE)}
+OPEN = {
+    v.value for v in (Verdict.MISSING, Verdict.NEW, Verdict.INSTRUMENT, Verdict.INFRA, Verdict.INCONCLUSIVE)
+}
 OF_SESSIONS = (TimedOutcome.SLOWER.value, TimedOutcome.SLOW_MODE.value, "LOST")
 
 

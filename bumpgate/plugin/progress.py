@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from bumpgate.core.rows import Judgement
+from bumpgate.core.rows import Judgement, Verdict
 from bumpgate.plugin.sharing import WAITED_PROPERTY
 from bumpgate.process.home import load_durations, save_durations
 
@@ -99,7 +99,7 @@ class Progress:
             self._say(f"FAILED {report.nodeid}")
         for id, j in [*self.judgements.items()][len(self.shown) :]:
             self.shown.add(id)
-            if j.red:
+            if j.red and j.verdict is not Verdict.NEW:  # one entry of the table lists them
                 self._say(f"{j.label} {id}: {j.reason}")
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:

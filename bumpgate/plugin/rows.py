@@ -322,8 +322,8 @@ class RowRecorder:
         if self.ended:  # no report of its test would carry it
             raise RowError(f"row {id!r}: reported after {self._item.nodeid} had ended")
         if id in self._reported:
-            raise RowError(f"row {id!r}: already reported by {self._reported[id]}")
-        self._reported[id] = self._item.nodeid
+            raise RowError(f"row {id!r}: {row.place} reports it again, after {self._reported[id]}")
+        self._reported[id] = f"{self._item.nodeid} at {row.place}"
         judgement = self._judge(row, measured)
         self._item.user_properties.append((ROW_PROPERTY, json.dumps(judgement.to_json())))
         self._unreported.append(judgement)
@@ -421,7 +421,7 @@ def baseline_path(config: pytest.Config, lane: str) -> Path:
 
 @cache
 def lane_baseline(path: Path, lane: str) -> Baseline:
-    """Return the lane's baseline, read once per process, with what it inherits. Without any row, each is MISSING.
+    """Return the lane's baseline, read once per process, with what it inherits. Without any row, each is NEW.
 
     Also reads the acceptances next to it, so that errors in either file are reported before a test runs.
     """

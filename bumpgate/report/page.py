@@ -9,11 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bumpgate.core.baseline import accept_new
 from bumpgate.core.errors import one_line
-from bumpgate.core.findings import PRODUCT, Decision, Finding, group
+from bumpgate.core.findings import PRODUCT, Decision, Finding, TimedOutcome, group
 from bumpgate.core.gate_file import GateFile, GateSide
 from bumpgate.core.rows import Judgement, Problem, ProblemKind, Record, Value, Verdict, is_finite
 from bumpgate.core.rules import places, sentence
+from bumpgate.env.freeze import without_cuda
+from bumpgate.gate.view import explained
 from bumpgate.table import summary
 
 TONE = {Decision.HOLD: "bad", Decision.UNKNOWN: "open", Decision.ADOPT: "good"}
@@ -78,6 +81,7 @@ class Page:
     sides: names of the adopted and the candidate environment; the first is empty for one record.
     notes: effects of baselines/accepted.toml. not_run: rows that only another device can show.
     records: of both sides, None for a side without one. moved: packages whose version differs between the sides.
+    meaning: of an UNKNOWN gate, what it says, what was equal, and what to do.
     """
 
     kind: str
@@ -99,6 +103,7 @@ class Page:
     records: tuple[Record | None, Record | None]
     compare: str = ""
     moved: tuple[str, ...] = ()
+    meaning: tuple[str, ...] = ()
 
     @property
     def paired(self) -> bool:
@@ -134,7 +139,7 @@ def of_record(record: Record) -> Page:
         command=str(p.get("command", "")),
         sides=("", f"torch {p.get('torch')}"),
         facts=tuple(Fact(k, "", str(v)) for k, v in p.items() if k not in ELSEWHERE and v is not None),
-        findings=group(f for j in record.judgements if (f := _record_finding(j))),
+        findings=group(f for j in record.judgements if (f := _record_finding(j, record))),
         rows=tuple(rows),
         problems=record.problems,
         notes=_lines(record, "acceptances"),
@@ -175,7 +180,8 @@ def of_gate(gate: GateFile) -> Page:
         not_run=_lines(records[1], "not_run"),
         records=records,
         compare=_compare_link(gate),
-        moved=gate.moved,
+        moved=tuple(without_cuda(gate.moved)),
+        meaning=_meaning(gate),
     )
 
 
@@ -263,10 +269,14 @@ def _change(adopted: Judgement | None, candidate: Judgement | None) -> float:
     return (after - before) / abs(before) if is_finite(before) and is_finite(after) and before else math.nan
 
 
-def _record_finding(j: Judgement) -> Finding | None:
+def _record_finding(j: Judgement, record: Record) -> Finding | None:
     """Group rows of one record by cause: the same metric, and evidence or a reason with the same start."""
     if j.verdict is Verdict.PASS:
         return None
+    if j.verdict is Verdict.NEW and j.red:
+        line = f"{j.row.id}: {_value(j)} {j.row.unit}"
+        head, command = "measured and never reviewed", accept_new(record)
+        return Finding(Decision.UNKNOWN, j.label, "", head, (j.row.id,), (), (line,), command)
     product = j.verdict in PRODUCT
     decision = Decision.ADOPT if not j.red else Decision.HOLD if product else Decision.UNKNOWN
     reason = VALUE.sub("\u2026", j.reason.replace(j.row.test, "its test") if j.row.test else j.reason)
@@ -286,6 +296,19 @@ def _headline(gate: GateFile) -> str:
     if gate.decision is Decision.ADOPT:
         parts.append("nothing holds it")
     return "; ".join(parts)
+
+
+def _meaning(gate: GateFile) -> tuple[str, ...]:
+    """Return what an UNKNOWN gate means, what it compared, and its next command."""
+    if gate.decision is not Decision.UNKNOWN:
+        return ()
+    gap = next((f for f in gate.findings if f.decision is Decision.UNKNOWN), None)
+    open_time = (
+        gap is not None and gap.label == TimedOutcome.INCONCLUSIVE.value and "--resume" not in gate.command
+    )
+    more = f"{gate.command} --resume" if open_time or not gate.finished else gap.repro if gap else ""
+    return ("UNKNOWN: evidence is missing, so nobody should adopt yet. It is no evidence against the candidate.",
+            f"{explained(gate)}.", more)  # fmt: skip
 
 
 def _facts(adopted: GateSide, candidate: GateSide) -> Iterable[Fact]:

@@ -58,6 +58,7 @@ def command(
         bool,
         typer.Option("--prune", help="Also drop rows and tests that a whole run does not have any more."),
     ] = False,
+    new: Annotated[bool, typer.Option("--new", help="Only rows that were never reviewed.")] = False,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Also rows that moved within their tolerance; needs --only.")
     ] = False,
@@ -81,13 +82,13 @@ def command(
         raise BumpgateError("rebaseline never runs inside a gate (BUMPGATE_GATE=1)")
     root = find_root(Path.cwd())
     lane = lanes.require(root, lane).name
-    if times and (only or prune or refresh):
-        raise BumpgateError("--times takes all times of one machine: leave out --only, --prune and --refresh")
+    if times and (only or new or prune or refresh):
+        raise BumpgateError("--times takes all times of one machine: leave out every other selection")
     if refresh and not only:
         raise BumpgateError("--refresh takes what moved within its tolerance: name the rows with --only")
     measured = record or root / "record.json"
     found = read_record(measured)
-    refuse_unproved(found)
+    refuse_unproved(found, whole=not (only or times))
     if not other_tree:
         refuse_other_tree(found, measured_tree(root, measured))
     place = root / "baselines" / f"{lane}.json"
@@ -96,18 +97,18 @@ def command(
         texts = read(place), read(tests_place)
         old, tests = load(place, lane, missing_ok=True), census.load(tests_place)
         if times:
-            new, changes = plan_times(found, old)
+            made, changes = plan_times(found, old)
         else:
-            new, changes = plan(found, old, only=only or (), prune=prune, refresh=refresh)
-        now = tests if only or times else reviewed_tests(found, tests, prune=prune)
-        edits = [Edit(f"baselines/{place.name}", texts[0], file_text(new))] if new != old else []
+            made, changes = plan(found, old, only=only or (), new=new, prune=prune, refresh=refresh)
+        now = tests if only or new or times else reviewed_tests(found, tests, prune=prune)
+        edits = [Edit(f"baselines/{place.name}", texts[0], file_text(made))] if made != old else []
         if now != tests:
             edits.append(Edit(f"baselines/{tests_place.name}", texts[1], census.text(now)))
-        typer.echo(diff(old, new, changes) + tests_diff(tests, now), nl=False)
-        if gone := _left(found, old, new, now, prune=prune):
-            typer.echo(f"kept although nothing measures it: {some(gone)}; drop with --prune")
+        left = _left(found, old, made, now, prune=prune)
+        typer.echo(diff(old, made, changes) + tests_diff(tests, now) + left, nl=False)
         if not edits:
-            typer.echo("nothing to accept: every measured row is within its tolerance")
+            every = "nothing to accept: every measured row is within its tolerance"
+            typer.echo("nothing written: what is named above stays as it is" if left else every)
             return
         if dry_run:
             typer.echo("dry run: nothing written")
@@ -117,16 +118,21 @@ def command(
     typer.echo(f"wrote {paths}; review it with: git diff {paths}")
 
 
-def refuse_unproved(record: Record) -> None:
-    """Raise RefusedError on a record that no run of this bumpgate wrote, or whose run measured nothing."""
+def refuse_unproved(record: Record, *, whole: bool = False) -> None:
+    """Raise RefusedError on a record that no run of this bumpgate wrote, or whose run measured nothing.
+
+    whole: also on a run that did not reach its end.
+    """
     again = f"run pytest -m {record.provenance.get('lane')} again"
     if not record.sealed:
         raise RefusedError(f"the record has no digest of itself, so it may have been edited: {again}")
     measured = [j for j in record.judgements if not (j.row.unmeasured or j.row.id.startswith(CALIBRATION))]
-    if not (record.complete or measured):
+    if not record.complete and (whole or not measured):
+        found = f"measured {len(measured)} rows" if measured else "measured no row"
         why = f": {record.problems[0]}" if record.problems else ""
+        by_name = ", or name rows that it measured with --only" if measured else ""
         raise RefusedError(
-            f"the run is NOT COMPLETE and measured no row{why}: correct what ended it, and {again}"
+            f"the run is NOT COMPLETE and {found}{why}: correct what ended it, and {again}{by_name}"
         )
 
 
@@ -147,37 +153,57 @@ def tests_diff(old: Collection[str], new: Collection[str]) -> str:
     return "".join(f"tests       {len(t)} {word}: {some(t)}\n" for word, t in sides.items() if t)
 
 
-def _left(record: Record, old: Baseline, new: Baseline, tests: Collection[str], *, prune: bool) -> list[str]:
-    """Return the reviewed rows and tests that stay although a whole run does not have them."""
-    if prune or not _whole(record):
-        return []
-    rows = [j.row.id for j in record.judgements if j.gone and j.row.id in old.rows and j.row.id in new.rows]
-    absent = census.lost(tests, record.tests) if record.tests else {}
-    return [*rows, *(test for test, outcome in absent.items() if outcome == census.ABSENT)]
+def _left(record: Record, old: Baseline, new: Baseline, tests: Collection[str], *, prune: bool) -> str:
+    """Return what stays as it is, and why, one line for each cause: gone, not measured, not decided."""
+    silent = [
+        j for j in record.judgements if j.row.unmeasured and j.row.id in old.rows.keys() & new.rows.keys()
+    ]
+    whole, text = _whole(record), ""
+    absent = census.lost(tests, record.tests) if record.tests and whole and not prune else {}
+    gone = [j.row.id for j in silent if j.gone and whole]
+    gone += [test for test, outcome in absent.items() if outcome == census.ABSENT]
+    if gone and not prune:
+        text = f"kept although nothing measures it: {some(gone)}; drop with --prune\n"
+    lost = [f"{j.row.id} ({j.reason})" for j in silent if not (j.gone and whole)]
+    part = "" if whole else f"; only a whole run can drop a row: pytest -m {old.lane}"
+    text += f"kept, not measured in this run: {some(lost)}{part}\n" if lost else ""
+    still = {j.row.id: _still_new(j, old, record, whole=whole) for j in record.judgements}
+    why = [f"{id} ({reason})" for id, reason in still.items() if reason and id not in new.rows]
+    return text + (f"still new: {some(why)}\n" if why else "")
 
 
 def plan(
-    record: Record, old: Baseline, *, only: Sequence[str] = (), prune: bool = False, refresh: bool = False
+    record: Record,
+    old: Baseline,
+    *,
+    only: Sequence[str] = (),
+    new: bool = False,
+    prune: bool = False,
+    refresh: bool = False,
 ) -> tuple[Baseline, list[BaselineChange]]:
     """Return the baseline that accepts a record, and the changes from the old one; empty if repeated.
 
+    new: only rows that were never reviewed. One that cannot be accepted yet stays new, unless `only` names it.
     refresh: also accept the values of rows that pass, since small changes of our own use up the tolerance.
 
     Raises RefusedError with all reasons at once; BumpgateError if a glob of `only` matches no row of the record.
     """
     _refuse_record(record, old, only, prune)
+    whole = _whole(record) and not (only or new)
+    other_host = comparable(old.made_with, record.provenance)
+    timed = {j.row.id for j in record.judgements if j.row.interval is not None}
     selected = [j for j in record.judgements if not only or any(fnmatchcase(j.row.id, g) for g in only)]
+    selected = [j for j in selected if not new or _is_new(j, old)]
     for glob in only:
         if not any(fnmatchcase(j.row.id, glob) for j in selected):
             raise BumpgateError(f"--only {glob!r} matches no row of the record")
+    if not only:
+        selected = [j for j in selected if not _still_new(j, old, record, whole=whole)]
     if refused := [f"{j.row.id}: {reason}" for j in selected if (reason := _unacceptable(j, old, record))]:
         raise RefusedError(*refused)
     changes = [c for j in selected if (c := _change(j, old, record, prune, refresh))]
     if not only:
         changes += _renames(record, old, changes)
-    whole = _whole(record) and not only
-    timed = {j.row.id for j in record.judgements if j.row.interval is not None}
-    other_host = comparable(old.made_with, record.provenance)
     if other_host and not whole and any(change.id in timed for change in changes):
         raise RefusedError(
             f"{other_host}: accept them from a whole run, without --only: pytest -m {old.lane}"
@@ -188,6 +214,19 @@ def plan(
         _refuse_kept_values(record, old)
         made = made_with(record)
     return Baseline(old.lane, made, changed_rows(old, changes)), changes
+
+
+def _is_new(j: Judgement, old: Baseline) -> bool:
+    return not j.row.unmeasured and j.row.id not in old.rows
+
+
+def _still_new(j: Judgement, old: Baseline, record: Record, *, whole: bool) -> str:
+    """Return why a row that was never reviewed stays new: a wide interval, or another host; "" if it does not."""
+    if not _is_new(j, old):
+        return ""
+    host = comparable(old.made_with, record.provenance) if j.row.interval and not whole else ""
+    reason = _unacceptable(j, old, record) or ""
+    return host or (reason if reason.startswith(Verdict.INCONCLUSIVE.value) else "")
 
 
 def _renames(record: Record, old: Baseline, changes: Sequence[BaselineChange]) -> list[BaselineChange]:

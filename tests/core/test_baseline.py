@@ -185,7 +185,7 @@ def test_per_build_value_is_judged_only_under_its_build() -> None:
         ({"value": 4, "better": "lower"}, Verdict.CHANGED, "better was 'exact'"),
         ({"value": 4, "better": "derived", "expected": 4}, Verdict.CHANGED, "better was 'exact'"),
         ({"value": 4, "per_build": True}, Verdict.CHANGED, "per_build was False"),
-        ({"value": 4, "id": "a/b/renamed"}, Verdict.MISSING, "not reviewed"),
+        ({"value": 4, "id": "a/b/renamed"}, Verdict.NEW, "not reviewed"),
     ],
     ids=str,
 )
@@ -421,7 +421,7 @@ def test_defect_row_is_judged_by_its_range(value: int, inside: bool, expected: V
     assert judgement.verdict is expected
     assert judgement.red is (expected is Verdict.REGRESSION)
     assert expected is Verdict.PASS or "known in torch==2.13.*, installed 2.14.1" in judgement.reason
-    assert expected is Verdict.REGRESSION or verdict(row, Baseline("cpu")) is Verdict.MISSING
+    assert expected is Verdict.REGRESSION or verdict(row, Baseline("cpu")) is Verdict.NEW
 
 
 @pytest.mark.parametrize("fields", [{}, {"at_most": 1}, {"at_most": 2, "evidence": ("x",)}])

@@ -107,7 +107,7 @@ def test_times_of_different_work_do_not_compare(reviewed_work: str, work: str, v
 def test_rebaseline_keeps_number_of_cores(tmp_path: Path) -> None:
     """As text, like the other facts in the file. A run of this number of cores remains comparable."""
     made = Row("a/b/c", 2.0, "s", 1, "C37", better="lower", interval=(2.0, 2.0), tolerance=0.1)
-    record = Record(HOST | {"full_run": True}, (Judgement(made, Verdict.MISSING, ""),))
+    record = Record(HOST | {"full_run": True}, (Judgement(made, Verdict.NEW, ""),))
     save(tmp_path / "cpu.json", plan(record, Baseline("cpu"))[0])
     made_with = load(tmp_path / "cpu.json", "cpu").made_with
     assert made_with["cores"] == "16"

@@ -129,7 +129,7 @@ def test_test_of_two_lanes_runs_in_each(tmp_path: Path) -> None:
     for lane in ("one", "two"):
         result = foreign.pytest("-m", lane)
         assert result.code == 1, "not reviewed"
-        assert f"{lane}: 1 row: 1 MISSING" in result.out
+        assert f"{lane}: 1 row: 1 NEW" in result.out
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,14 @@ from suites.support.planted import planted
 HOLD, UNKNOWN, ADOPT = Decision.HOLD, Decision.UNKNOWN, Decision.ADOPT
 TEST = "suites/compile/test_breaks.py::test_breaks[cpu]"
 BREAKS = "compile/nam52-regional/graph_breaks"
-P, D, W, R, C, M, N, F, X = (
+P, D, W, R, C, M, U, N, F, X = (
     Verdict.PASS,
     Verdict.FIXED,
     Verdict.WIN,
     Verdict.REGRESSION,
     Verdict.CHANGED,
     Verdict.MISSING,
+    Verdict.NEW,
     Verdict.INSTRUMENT,
     Verdict.INFRA,
     Verdict.INCONCLUSIVE,
@@ -86,18 +87,19 @@ def one(result: GateVerdict) -> Finding:
 
 
 # Rows: verdict in the adopted environment; columns: verdict in the candidate. None: the row is not in the record.
-COLUMNS = (P, D, W, R, C, M, N, F, X, None)
+COLUMNS = (P, D, W, R, C, M, U, N, F, X, None)
 TABLE: dict[Verdict | None, str] = {
-    #     P D W R C M N F X None
-    P: "A A A H H H U U U U",
-    D: "A A A H H H U U U U",
-    W: "A A A H H H U U U U",
-    R: "A A A U U U U U U U",
-    C: "A A A U U U U U U U",
-    M: "U U U U U U U U U U",
-    N: "U U U U U U U U U U",
-    F: "U U U U U U U U U U",
-    X: "U U U U U U U U U U",
+    #     P D W R C M U N F X None
+    P: "A A A H H H A U U U U",
+    D: "A A A H H H A U U U U",
+    W: "A A A H H H A U U U U",
+    R: "A A A U U U A U U U U",
+    C: "A A A U U U A U U U U",
+    M: "U U U U U U U U U U U",
+    U: "A A A H H H A U U U U",
+    N: "U U U U U U U U U U U",
+    F: "U U U U U U U U U U U",
+    X: "U U U U U U U U U U U",
 }
 
 
@@ -128,11 +130,30 @@ def test_decision_for_each_pair_of_row_verdicts(adopted: Verdict) -> None:
 def test_unreviewed_row_only_in_the_candidate_is_new() -> None:
     """A capability added by a release has rows without a baseline; a reviewed row never counts as new."""
     both = judged(P, row("compile/other/recompiles"))
-    added = judged(M, row("release/cond/parts"), "not reviewed: measured 0 count")
+    added = judged(U, row("release/cond/parts"), "not reviewed: measured 0 count")
     result = gate([both], [both, added])
     assert (result.decision, [f.label for f in result.findings]) == (ADOPT, ["NEW"])
-    assert gate([both, added], [both, added]).decision is UNKNOWN
+    before = replace(added, verdict=M)
+    assert gate([both, before], [both, before]).decision is UNKNOWN, "as gates before NEW were judged"
     assert gate([both], [both, judged(P, row("release/cond/parts"))]).decision is UNKNOWN
+
+
+def test_unreviewed_rows_of_both_sides_are_compared_and_shown_as_one_finding() -> None:
+    """They hold a candidate by a difference between the sides, or by what their test derives, and by nothing else."""
+    made = [judged(U, row(f"model/{case}/parts", 3)) for case in ("a", "b")]
+    finding = one(gate(made, made))
+    assert (finding.decision, finding.label, finding.rows) == (
+        ADOPT,
+        "NEW",
+        ("model/a/parts", "model/b/parts"),
+    )
+    assert "not reviewed, equal on both sides" in finding.head
+    assert found(made[0], judged(U, row("model/a/parts", 4))) == [(HOLD, "CHANGED")]
+    assert found(made[0], judged(R, row("model/a/parts", 4, expected=3, better="derived"))) == [
+        (HOLD, "REGRESSION")
+    ]
+    time = row("model/a/seconds", 1.0, unit="s", better="lower", interval=(0.9, 1.1))
+    assert list(timed_rows(record(judged(U, time)), record(judged(U, time)))) == ["model/a/seconds"]
 
 
 right = [judged(P)]
@@ -304,7 +325,9 @@ def test_row_red_on_both_sides_is_unknown_with_both_values() -> None:
     assert (finding.decision, finding.label) == (UNKNOWN, "RED IN BOTH")
     assert finding.adopted[0].endswith("14 breaks (C6)")
     assert finding.candidate[0].endswith("15 breaks (C6)")
-    assert finding.repro == "bumpgate rebaseline --lane cpu"
+    assert finding.repro == "pytest -m cpu; bumpgate rebaseline --lane cpu", (
+        "it works with any earlier record"
+    )
 
 
 def test_canary_and_its_dependent_rows_are_one_finding() -> None:
@@ -351,7 +374,7 @@ def test_defect_rows_compare_presence(
 def compiled(number: int, **fields: object) -> Judgement:
     test = "suites/kernels/codegen/test_codegen.py::test_kernels[cpu]"
     made = row(f"kernels/op{number}-bf16-triton3.8.0/spills", unit="bytes", test=test, **fields)
-    return judged(M, made, "not reviewed: measured 13 bytes")
+    return judged(U, made, "not reviewed: measured 13 bytes")
 
 
 def test_tier_only_in_the_candidate_is_new() -> None:

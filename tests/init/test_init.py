@@ -192,7 +192,7 @@ def test_init_example_passes_and_detects_a_regression(init: Init, tmp_path: Path
     foreign = Foreign(tmp_path)
     first = foreign.pytest("-m", "mine")
     assert first.code == 1, first.out + first.err
-    assert foreign.verdicts() == {"model/example/loss": "MISSING", "model/example/step_seconds": "PASS"}
+    assert foreign.verdicts() == {"model/example/loss": "NEW", "model/example/step_seconds": "PASS"}
     assert "bumpgate rebaseline --lane mine" in first.out
     accepted = foreign.bumpgate("rebaseline")
     assert accepted.code == 0, accepted.err

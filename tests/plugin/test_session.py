@@ -76,7 +76,7 @@ EXPECTED = {
     "slower": "REGRESSION",
     "changed": "CHANGED",
     "other_build": "CHANGED (not judged)",
-    "unreviewed": "MISSING",
+    "unreviewed": "NEW",
     "vanished": "MISSING",
     "leak": "MISSING",
     "failed_canary": "INSTRUMENT",
@@ -122,8 +122,8 @@ def check_table(out: str) -> None:
     """Check the printed verdicts: worst first, a command per red row, counts at the end."""
     table = out[out.index("REGRESSION    compile") : out.index("record: ")]
     labels = [line.split()[0] for line in table.splitlines() if not line.startswith(" ")]
-    order = ["REGRESSION", "CHANGED", "MISSING", "INSTRUMENT", "INFRA", "INCONCLUSIVE"]
-    assert list(dict.fromkeys(labels))[:6] == order
+    order = ["REGRESSION", "CHANGED", "MISSING", "INSTRUMENT", "INFRA", "INCONCLUSIVE", "NEW"]
+    assert [label for label in dict.fromkeys(labels) if label in order] == order
     assert labels[-1] == "PASS"
     assert table.count("\n" + " " * 14 + "-> ") == len(EXPECTED) - 2
     assert "expected 13 (derived), measured 0" in table
@@ -192,12 +192,12 @@ def test_green_requires_exactly_the_reviewed_rows(project: Project) -> None:
     project.tests(GOOD.replace("compile/good", "compile/renamed"))
     project.baseline(good=good, other=IN_B)
     assert project.pytest(*RUN).code == 1
-    assert project.verdicts() == {"good": "MISSING", "renamed": "MISSING", "other": "PASS"}
+    assert project.verdicts() == {"good": "MISSING", "renamed": "NEW", "other": "PASS"}
 
 
 def test_rebaseline_makes_the_next_run_green_and_is_idempotent(project: Project) -> None:
     project.tests(GOOD)
-    assert project.pytest(*RUN, "--record=rows.json").code == 1, "without a baseline every row is MISSING"
+    assert project.pytest(*RUN, "--record=rows.json").code == 1, "without a baseline every row is NEW"
     wrote = project.bumpgate("rebaseline", "--lane", "cpu", "--record", "rows.json")
     assert (wrote.code, wrote.err) == (0, "")
     assert "compile/good/graph_breaks  - -> 13" in wrote.out
@@ -404,7 +404,10 @@ def test_row_requires_a_lane_and_a_unique_id(project: Project) -> None:
     project.baseline(good=counted("test_good"))
     one = project.pytest(*RUN)
     assert one.code == 1
-    assert f"graph_breaks': already reported by {FILE}::test_good[cpu]" in one.out
+    twice = rf"graph_breaks': {FILE}:(\d+) reports it again, after {FILE}::test_good\[cpu\] at {FILE}:(\d+)"
+    lines = re.search(twice, one.out)
+    assert lines, one.out
+    assert int(lines[1]) > int(lines[2])
     assert project.pytest("-m", "cpu", "-n", "2").code == 1
     assert any("was already reported by" in str(problem) for problem in project.record().problems)
     lost = project.pytest("-n", "0", f"{FILE}::test_nowhere")
@@ -532,6 +535,6 @@ def test_failure_that_a_missing_row_shows_is_no_problem(project: Project) -> Non
     project.tests(RED_THEN.format(call=RAISES, teardown="pass"))
     project.baseline(red=counted("test_red", 4, "exact"), new=counted("test_red"))
     assert project.pytest(*RUN).code == 1
-    assert project.verdicts() == {"red": "CHANGED", "new": "MISSING"}
+    assert project.verdicts() == {"red": "CHANGED", "new": "NEW"}
     assert "ValueError: lost" in project.reason("new")
     assert not project.record().problems

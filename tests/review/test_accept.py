@@ -390,7 +390,7 @@ LANES = "cpu, h100, h200, h200x2, v6e"
     [
         (("a/c/n", *WHO, *SOON), 1, "refused: a/c/n: PASS: nothing to accept"),
         (("a/d/n", *WHO, *SOON), 1, "INSTRUMENT: instrument graphs: read 2, knows 1; only a measured difference"),
-        (("a/f/n", *WHO, *SOON), 1, "MISSING: not reviewed: measured 17 count; only a measured difference"),
+        (("a/f/n", *WHO, *SOON), 1, "NEW: not reviewed: measured 17 count; only a measured difference"),
         (("a/e/n", *WHO, *SOON), 1, "REGRESSION whatever is accepted: expected 13 (derived), measured 17"),
         (("a/x/n", *WHO, *SOON), 4, "record.json holds no row 'a/x/n'"),
         (("a/b/n", "--lane", "gpu", *WHO[2:], *SOON), 4, f"unknown lane 'gpu'; lanes: {LANES}"),

@@ -31,6 +31,7 @@ from tests.support.lane_files import declare_lanes
 MADE = {"torch": "2.13.0", "triton": None}
 HERE = {"lane": "cpu", "device": "cpu", "full_run": True, **MADE}
 ACCEPT = ("rebaseline", "--lane", "cpu")
+LEFT = "nothing written: what is named above stays as it is\n"
 NOTHING = "nothing to accept: every measured row is within its tolerance\n"
 
 
@@ -194,10 +195,34 @@ def test_rebaseline_follows_moved_test_and_changed_row_kind(repository: Reposito
 def test_prune_drops_removed_rows_and_keeps_crashed_ones(repository: Repository) -> None:
     repository.review(x=old("x", 1), gone=old("gone", 1), crashed=old("crashed", 1))
     repository.measure(count("x", 1), unreported("gone", gone=True), unreported("crashed", gone=False))
-    assert repository.accept() == f"kept although nothing measures it: a/gone/n; drop with --prune\n{NOTHING}"
+    crashed = "kept, not measured in this run: a/crashed/n (its test is gone)\n"
+    kept = f"kept although nothing measures it: a/gone/n; drop with --prune\n{crashed}"
+    assert repository.accept() == f"{kept}{LEFT}"
     assert "a/gone/n  1 -> -" in repository.accept("--prune")
     assert repository.rows.keys() == {"x", "crashed"}
-    assert repository.accept("--prune") == NOTHING
+    assert repository.accept("--prune") == f"{crashed}{LEFT}"
+    repository.measure(count("x", 1), unreported("crashed", gone=False), full_run=False)
+    part = f"{crashed[:-1]}; only a whole run can drop a row: pytest -m cpu\n"
+    assert repository.accept() == f"{part}{LEFT}", "never just that there is nothing to accept"
+
+
+def test_new_rows_are_accepted_by_the_command_that_the_run_prints(repository: Repository) -> None:
+    """One line for all of them. The command works next to red rows, and next to a time that is not decided."""
+    repository.review(x=old("x", 1))
+    wide = timed("wide", 1.0, interval=(0.5, 1.5))
+    for red in ([], [count("x", 2)], [count("x", 2, witness=0)], [unreported("x", gone=True)]):
+        repository.measure(*red, wide, count("new", 3), *([] if red else [count("x", 1)]))
+        shown = verdict_table(read_record(repository.root / "record.json"), "record.json")
+        assert "NEW           2 rows measured and never reviewed\n" in shown
+        printed = next(line for line in shown.splitlines() if "rebaseline" in line and "--only" not in line)
+        before = repository.path.read_bytes()
+        out = repository.accept(*printed.partition("--lane cpu")[2].split())
+        assert "still new: a/wide/n (INCONCLUSIVE whatever the baseline holds" in out
+        assert repository.values == {"x": 1, "new": 3}, red
+        repository.path.write_bytes(before)
+    repository.measure(count("new", 3), complete=False)
+    assert "-> pytest -m cpu\n" in verdict_table(read_record(repository.root / "record.json"), "record.json")
+    assert "the run is NOT COMPLETE and measured 1 rows: correct what ended it" in repository.refuse("--new")
 
 
 def test_a_renamed_row_is_accepted_in_one_step(repository: Repository) -> None:
@@ -235,7 +260,6 @@ def test_a_renamed_row_is_accepted_in_one_step(repository: Repository) -> None:
         (timed("x", math.nan), "not a finite number"),
         (timed("x", 1.08, interval=(0.8, 1.3)), "INCONCLUSIVE"),
         (timed("x", 1.12, interval=(1.08, 1.16)), "INCONCLUSIVE"),
-        (timed("new", 1.0, interval=(0.5, 1.5)), "INCONCLUSIVE whatever the baseline holds"),
     ],
     ids=lambda part: part if isinstance(part, str) else "row",
 )
@@ -254,11 +278,13 @@ def test_rebaseline_refuses_unsuitable_record(repository: Repository) -> None:
     assert "the record is of lane 'h200', not 'cpu'" in repository.refuse()
     repository.measure(count("x", 2), tree=None)
     assert "the record was measured from other sources" in repository.refuse()
-    for part in ({"full_run": False}, {"complete": False}):
-        repository.measure(count("x", 2), **part)  # type: ignore[arg-type]
-        assert "--prune needs the record of a whole run" in repository.refuse("--prune")
-        repository.measure(count("x", 2), torch="2.14.0", **part)  # type: ignore[arg-type]
-        assert "another build is adopted from a whole run" in repository.refuse()
+    repository.measure(count("x", 2), full_run=False)
+    assert "--prune needs the record of a whole run" in repository.refuse("--prune")
+    repository.measure(count("x", 2), torch="2.14.0", full_run=False)
+    assert "another build is adopted from a whole run" in repository.refuse()
+    repository.measure(count("x", 2), complete=False)
+    assert "NOT COMPLETE and measured 1 rows" in repository.refuse()
+    repository.accept("--only", "a/x/n", "--dry-run")
     repository.measure(count("x", 2), torch="2.14.0")
     assert "without --only" in repository.refuse("--only", "a/x/n")
     assert "made_with torch" in repository.accept()
@@ -412,7 +438,7 @@ def test_tests_of_a_whole_run_become_the_reviewed_set(repository: Repository) ->
     assert repository.accept().startswith(f"tests       1 new: t.py::new\n{kept}")
     every = ["t.py::new", "t.py::old", "t.py::plain", "t.py::x"]
     assert repository.tests == every
-    assert repository.accept() == f"{kept}{NOTHING}"
+    assert repository.accept() == f"{kept}{LEFT}"
     repository.accept("--only", "a/x/n", "--dry-run")
     assert repository.tests == every
     assert "tests       2 gone: t.py::old, t.py::plain\n" in repository.accept("--prune")

@@ -55,9 +55,9 @@ class Mutant:
 
 
 def measured_right(run: LaneRun, row: str) -> bool:
-    """Return whether a row was measured and is not red. A row that is not reviewed yet is MISSING."""
+    """Return whether a row was measured and is not red. A row that is not reviewed yet is NEW."""
     judged = run.rows.get(row)
-    good = judged is not None and judged["verdict"] in ("PASS", "WIN", "MISSING")
+    good = judged is not None and judged["verdict"] in ("PASS", "WIN", "NEW")
     return good and judged["row"]["value"] is not None
 
 

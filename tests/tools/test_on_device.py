@@ -61,7 +61,7 @@ def run_with(verdict: str, message: str = "C6 model/attention.py print", other: 
     ("faulty", "unchanged", "survived"),
     [
         (run_with("REGRESSION"), run_with("PASS"), ""),
-        (run_with("REGRESSION"), run_with("MISSING"), ""),
+        (run_with("REGRESSION"), run_with("NEW"), ""),
         (run_with("PASS"), run_with("PASS"), "no fault found"),
         (run_with("INCONCLUSIVE"), run_with("PASS"), "no fault found"),
         (run_with("INFRA"), run_with("PASS"), "no fault found"),
@@ -82,7 +82,7 @@ def test_outcome_requires_a_row_red_only_with_the_fault(
 def test_measured_right_and_slowdown_limit() -> None:
     """An unmeasured row is not right; half an interval on either side of the slowdown does not reach the limit."""
     row = ON_DEVICE["cache"].row
-    assert measured_right(LaneRun(1, "", {row: judged(row, "MISSING")}), row)
+    assert measured_right(LaneRun(1, "", {row: judged(row, "NEW")}), row)
     assert not measured_right(LaneRun(1, "", {row: judged(row, "MISSING", None)}), row)
     assert step_milliseconds("throughput/nam52-full-eager-2x4096/tokens_per_second", 16384.0) == 500.0
     lost = 1 - 1 / (1 + SLOWDOWN)
@@ -109,7 +109,7 @@ class Device:
         for name, mutant in EVERY.items():
             if mutant.test in arguments:
                 missed = root.name.startswith("unchanged") or name == self.missed
-                verdict = "MISSING" if missed else "REGRESSION"
+                verdict = "NEW" if missed else "REGRESSION"
                 rows[mutant.row] = judged(mutant.row, verdict, message=" ".join(mutant.words))
         if root.name.endswith("_step"):
             self.limit = load(root / "baselines/h200.json", "h200").rows.get(EVERY["slowdown"].row)
