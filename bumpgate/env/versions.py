@@ -13,11 +13,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta, timezone
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 import typer
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.tags import Tag, compatible_tags, cpython_tags, platform_tags, sys_tags
 from packaging.utils import canonicalize_name, parse_wheel_filename
@@ -115,6 +117,32 @@ def versions(
         return found
     first, last = since or date.min, until or date.max
     return [f for f in found if f.date is not None and first <= f.date <= last]
+
+
+def require(wanted: Requirement, near: Iterable[str], python: str, **places: Any) -> None:
+    """Raise VersionsError, with a suggestion, if no index or folder has a version that a requirement allows.
+
+    near: names of packages that may have been meant.
+    python: "3.11", or a path, whose version is not read.
+    places: index and find_links, as in `versions`. Nothing is raised if they cannot be reached.
+    """
+    if wanted.url or not re.fullmatch(r"\d+\.\d+", python):
+        return
+    try:
+        found = versions(wanted.name, python=python, pre=True, **places)
+    except UnreachableError:
+        return
+    except VersionsError as error:
+        close = get_close_matches(canonicalize_name(wanted.name), ["torch", *near], 1)
+        meant = f"{wanted}: no such package here: did you mean {close[0]}{wanted.specifier}?" if close else ""
+        raise VersionsError(meant or str(error)) from None
+    if any(wanted.specifier.contains(f.version, prereleases=True) for f in found):
+        return
+    newest = ", ".join([f.version for f in found if not Version(f.version).is_prerelease][-3:])
+    raise VersionsError(
+        f"{wanted}: no such version for Python {python}; the newest are {newest or found[-1].version}"
+        f" (bumpgate versions {wanted.name} lists all {len(found)})"
+    )
 
 
 def missing_days(found: Iterable[FoundVersion]) -> list[date]:

@@ -122,9 +122,9 @@ def command(
     is_file = candidate.endswith(".whl") and Path(candidate).expanduser().is_file()
     config = GateConfig(
         lane=lane,
-        candidate=candidate,
-        adopted=adopted,
-        anchor=_adopted_a_month_ago(lane) if anchor == "history" else anchor,
+        candidate=of_torch(candidate),
+        adopted=of_torch(adopted),
+        anchor=_adopted_a_month_ago(lane) if anchor == "history" else of_torch(anchor),
         python_adopted=absolute(python_adopted),
         python_candidate=absolute(python_candidate),
         python_anchor=absolute(python_anchor),
@@ -137,6 +137,11 @@ def command(
     )
     links = (*(find_links or ()), *copies(store or ()))
     _run(config, out, budget, gpus, resume, fresh, index, links)
+
+
+def of_torch(text: str) -> str:
+    """Return the requirement on torch that a bare version means, "2.14.1"; other texts unchanged."""
+    return f"torch=={text}" if re.fullmatch(r"\d[\w.+]*", text) else text
 
 
 def _run(
@@ -326,9 +331,7 @@ def _require_usable(config: GateConfig, root: Path) -> None:
 
 
 def _require_candidate(text: str) -> None:
-    """Raise GateError on a candidate that names no package, no file, or nothing for this Python."""
-    if re.fullmatch(r"\d[\w.+]*", text):
-        raise GateError(f"--candidate {text} names no package: --candidate torch=={text}")
+    """Raise GateError on a candidate that names no file, or nothing for this Python."""
     if text.endswith(".whl") and "://" not in text and not Path(text).expanduser().is_file():
         raise GateError(f"--candidate {text}: no such file")
     marker = text.partition(";")[2].strip()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from bumpgate.core.errors import BumpgateError, one_line
@@ -20,6 +21,7 @@ from bumpgate.env.lane import LaneContext, lane_request
 from bumpgate.env.locks import file_digests
 from bumpgate.env.packages import lock_variables
 from bumpgate.env.request import Request
+from bumpgate.env.versions import require
 from bumpgate.gate.state import GateConfig, GateError
 from bumpgate.gate.view import View
 from bumpgate.process.host import PROJECT
@@ -136,9 +138,10 @@ def _with_project(name: str, spec: EnvSpec, root: Path, config: GateConfig, view
 def requests(
     config: GateConfig, root: Path, index: str | None, find_links: Sequence[str]
 ) -> dict[str, list[Request]]:
-    """Return side -> the requests of its set, the first that can be built counts. Raises BumpgateError on bad input.
+    """Return side -> the requests of its set, the first that can be built counts.
 
     A candidate of torch is requested in the adopted variant first, such as 2.15.0+cpu.
+    Raises BumpgateError on bad input: also on a package or a version that no index has.
     """
     if index is not None and not re.match(r"(https?|file)://.", index):
         raise GateError(f"--index {redacted(index)}: must be a URL such as https://HOST/index")
@@ -146,7 +149,7 @@ def requests(
     named = any(text and not python for python, text in config.requests.values())
     adopted = _adopted_torch(lane) if named else ""
     sources: dict[str, Any] = {"index": index, "find_links": tuple(find_links)}
-    return {
+    found = {
         name: [
             lane_request(root, config.lane, each or None, **sources)
             for each in (*same_variant(text, adopted), text)
@@ -154,6 +157,11 @@ def requests(
         for name, (python, text) in config.requests.items()
         if not python
     }
+    for name, (python, text) in config.requests.items():
+        if text and not python and not text.endswith(".whl"):
+            near = lane.lock.versions if lane.lock else [Requirement(r).name for r in lane.requirements()]
+            require(Requirement(text), near, found[name][-1].python, **sources)
+    return found
 
 
 def _adopted_torch(lane: LaneContext) -> str:

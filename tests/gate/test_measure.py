@@ -566,7 +566,6 @@ REFUSALS = {
     "--command and a pytest selection: use one, not both": f"{PAIR} --command ls -- suites",
     "--gpus 0: lane cpu runs on cpu; leave the option out": f"{PAIR} --gpus 0",
     "invalid candidate 'torch=>1'": "--lane cpu --candidate 'torch=>1'",
-    "names no package: --candidate torch==2.14.1": "--lane cpu --candidate 2.14.1",
     "--candidate x/torch-1.whl: no such file": "--lane cpu --candidate x/torch-1.whl",
     "its marker excludes this Python": "--lane cpu --candidate \"torch==1; python_version < '3'\"",
     "must be a URL such as https://HOST/index": f"{TORCH_1} --index /nowhere",
