@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -159,6 +159,14 @@ def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
     ]
+
+
+def without_cuda(moved: Sequence[str]) -> list[str]:
+    """Return lines of `changes` with those of CUDA's libraries, which follow torch, as one line."""
+    cuda = [line for line in moved if line.startswith(("nvidia-", "cuda-"))]
+    if len(cuda) < 2:
+        return [*moved]
+    return [*(line for line in moved if line not in cuda), f"{len(cuda)} CUDA libraries: {'; '.join(cuda)}"]
 
 
 def pinned_requirements(lane: LaneContext, lock: Lock) -> dict[Path, str]:

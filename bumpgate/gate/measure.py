@@ -16,7 +16,7 @@ from bumpgate.core import accepted
 from bumpgate.core.errors import one_line
 from bumpgate.core.rows import Record
 from bumpgate.core.text import some
-from bumpgate.env.freeze import changes
+from bumpgate.env.freeze import changes, without_cuda
 from bumpgate.gate import adopted_run_cache, drift, evidence
 from bumpgate.gate.environments import ROUNDS, SIDES, side_name
 from bumpgate.gate.evidence import sides_of
@@ -64,7 +64,7 @@ def enter(bench: Bench, gate: Gate) -> Gate:
             unusable[name] = failure
         shown = gate.sides[name].name
         bench.view.say(f"{shown}: {failure}" if failure else shown)
-    for line in gate.moved:
+    for line in without_cuda(gate.moved):
         bench.view.say(f"moved: {line}")
     gate = bench.save(gate)
     for name, failure in unusable.items():

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from bumpgate.core.findings import NO_REGRESSION, Decision, Finding
 from bumpgate.core.gate_file import GateFile
+from bumpgate.env.freeze import without_cuda
 from bumpgate.gate.materiality import variants
 
 STYLE = {Decision.HOLD: "bold red", Decision.UNKNOWN: "yellow", Decision.ADOPT: "green"}
@@ -76,7 +77,7 @@ def notes(gate: GateFile) -> list[str]:
     provenance = [s.record.provenance if s.record else {} for s in (gate.adopted, gate.candidate)]
     variant = other_variant(*(str(p.get("torch")) for p in provenance))
     return [
-        *(f"moved: {line}" for line in cut(gate.moved)),
+        *(f"moved: {line}" for line in cut(without_cuda(gate.moved))),
         *([variant] if variant else []),
         *(f"acceptance: {line}" for line in gate.accepted),
         *(f"margin: {line}" for line in provenance[0].get("margins", ())),

@@ -20,6 +20,7 @@ import typer
 
 from bumpgate.core.accepted import today
 from bumpgate.core.errors import BumpgateError, loads
+from bumpgate.core.findings import PRODUCT
 from bumpgate.core.rows import Value, is_finite, write_atomic
 from bumpgate.history.archive import MOST_DAYS, Archive, default_store
 from bumpgate.report.history import changes, same
@@ -28,6 +29,9 @@ from bumpgate.report.page import show
 
 MARK = '<meta name="generator" content="bumpgate dashboard">'
 PAGE = re.compile(r"[0-9a-f]{12}\.html")
+ADD = "add records with: bumpgate history add FILE..."
+# Verdicts of a red row that speak against the product; any other red row is open.
+AGAINST = {verdict.value for verdict in PRODUCT}
 RECENT = 40  # changes of level on the first page
 SHOWN = 120  # spans of nights on the page of a row
 WIDTH, HEIGHT = 1000, 240  # of a plot, in its own units
@@ -61,6 +65,14 @@ class Series:
     @property
     def last(self) -> NightReading:
         return self.nights[-1]
+
+    @property
+    def tone(self) -> str:
+        """How the last night is shown: bad, open, good or info."""
+        verdict = self.last.verdict
+        if self.last.red:
+            return "bad" if verdict in AGAINST else "open"
+        return "good" if verdict in ("PASS", "WIN", "FIXED") else "info"
 
     @property
     def since(self) -> int:
@@ -98,14 +110,12 @@ def command(
     archive = Archive(store or default_store())
     start = today() - timedelta(days - 1)
     found = read(archive, start, lane)
+    write(folder, found, start, archive.findings(lane))
+    nights = len({night.day for one in found for night in one.nights})
+    typer.echo(f"wrote {index}: {len(found)} rows, {nights} nights")
     if not found:
         on_lane = f" on lane {lane}" if lane else ""
-        raise BumpgateError(
-            f"no reading{on_lane} of the last {days} days in {archive.name}; "
-            "add records with: bumpgate history add FILE..."
-        )
-    write(folder, found, start, archive.findings(lane))
-    typer.echo(f"wrote {index}: {len(found)} rows, {sum(len(s.nights) for s in found)} nights")
+        typer.echo(f"no reading{on_lane} of the last {days} days in {archive.name}; {ADD}")
 
 
 def _is_ours(index: Path) -> bool:
@@ -147,13 +157,15 @@ def write(folder: Path, found: Sequence[Series], start: date, findings: Sequence
     for one in found:
         drawn = {"spans": spans(one, start)[:SHOWN], "svg": plot(one, start)}
         (rows / one.page).write_text(fill(template, one=one, **drawn, **shared), encoding="utf-8")
-    length = max(night.day for one in found for night in one.nights) + 1
+    days = {night.day for one in found for night in one.nights}
+    first_day, length = min(days, default=0), max(days, default=-1) + 1
     recent = sorted(
         ((one.nights[i].day, one, one.nights[i - 1], one.nights[i]) for one in found for i in one.levels),
         key=lambda change: (-change[0], change[1].row),
     )
     first = {"recent": recent[:RECENT], "more": len(recent[RECENT:]), "findings": findings, "length": length}
-    strips = {"hosts": hosts(found), "strip": lambda nights: strip(nights, length)}
+    first |= {"first_day": first_day, "nights": len(days), "add": ADD}
+    strips = {"hosts": hosts(found), "strip": lambda nights: strip(nights, length, first_day)}
     text = fill("dashboard.html.j2", mark=MARK, series=found, **strips, **first, **shared)
     write_atomic(folder / "index.html", text)
     kept = {one.page for one in found}
@@ -175,8 +187,8 @@ def hosts(found: Sequence[Series]) -> list[tuple[str, str, list[NightReading]]]:
     ]
 
 
-def strip(nights: Sequence[NightReading], length: int) -> str:
-    """Return one mark per night, as SVG: green or red; a gap for nights without a reading."""
+def strip(nights: Sequence[NightReading], length: int, first: int = 0) -> str:
+    """Return one mark per night from the first day on, as SVG: green or red; a gap for nights without a reading."""
     paths = {False: "", True: ""}
     # The day of a night less its number grows after every gap.
     for (red, _), group in groupby(enumerate(nights), key=lambda pair: (pair[1].red, pair[1].day - pair[0])):
@@ -186,7 +198,7 @@ def strip(nights: Sequence[NightReading], length: int) -> str:
     red = sum(night.red for night in nights)
     title = f"{red} of {len(nights)} nights red"
     return (
-        f'<svg class="strip" role="img" aria-label="{title}" viewBox="0 0 {length} 8" '
+        f'<svg class="strip" role="img" aria-label="{title}" viewBox="{first} 0 {length - first} 8" '
         f'preserveAspectRatio="none"><title>{title}</title>{shapes}</svg>'
     )
 

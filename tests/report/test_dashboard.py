@@ -71,9 +71,10 @@ def test_pages_show_rows_nights_hosts_changes_and_findings(
     archive.mark(key, owner="ada", issue="https://example.org/1")
     assert write() == 0
     index = tmp_path / "site" / "index.html"
-    assert capsys.readouterr().out == f"wrote {index}: 4 rows, 9 nights\n"
+    assert capsys.readouterr().out == f"wrote {index}: 4 rows, 7 nights\n"
     text = index.read_text()
-    assert "<h1>1 open finding</h1>" in text
+    assert "<h1>2 rows red, 1 open finding</h1>" in text
+    assert text.index("<h2>Nights</h2>") < text.index("<h2>Findings</h2>"), "the chart is on the first screen"
     assert "2026-11-04</span> <a href=" in text
     assert re.search(r"13 &rarr; 17 count <span class=\"soft\">cpu, cpu, Xeon</span>", text)
     assert "99 " not in text
@@ -152,9 +153,7 @@ def test_bad_dashboard_input_is_one_line(
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
-    assert "no reading of the last 365 days in " in error_line()
     add_record(tmp_path, 1, 1)
-    assert "no reading on lane h200 of the last 365 days in " in error_line("--lane", "h200")
     assert "--store 'nonsense': not a database URL" in error_line("--store", "nonsense")
     for days in ("0", "800000", "99999999999"):
         assert "Invalid value for '--days'" in error_line("--days", days)
@@ -166,6 +165,26 @@ def test_bad_dashboard_input_is_one_line(
     (site / "index.html").write_text("<p>another page</p>")
     assert error_line().endswith("site: holds other files than a dashboard: name a new folder")
     assert (site / "index.html").read_text() == "<p>another page</p>"
+
+
+def test_dashboard_without_a_reading_says_how_to_add_one(
+    tmp_path: Path, write: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_record(tmp_path, 1, 1)
+    assert write("--lane", "h200") == 0
+    assert "no reading on lane h200 of the last 365 days in " in capsys.readouterr().out
+    text = (tmp_path / "site" / "index.html").read_text()
+    assert "No reading yet" in text
+    assert "bumpgate history add FILE..." in text
+    assert '<header class="open">' in text
+
+
+def test_gaps_of_evidence_are_not_shown_as_red(tmp_path: Path, write: Callable[..., int]) -> None:
+    add_record(tmp_path, 1, 13, verdict=Verdict.INCONCLUSIVE)
+    assert write() == 0
+    text = (tmp_path / "site" / "index.html").read_text()
+    assert '<span class="pill open">INCONCLUSIVE' in text
+    assert '<header class="good">' in text, "no row speaks against a build"
 
 
 def test_first_page_size_depends_on_rows_not_on_nights(tmp_path: Path, write: Callable[..., int]) -> None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bumpgate.core import gate_file
-from bumpgate.core.findings import Decision, Finding
+from bumpgate.core.findings import Decision, Finding, TimedOutcome
 from bumpgate.core.rows import Judgement, Problem, ProblemKind, Record, Verdict, write_record
 from bumpgate.gate.state import Gate, GateConfig, SideState
 from bumpgate.gate.verdict import Side
@@ -31,6 +31,7 @@ from tests.support.reports import (
     bumpgate,
     held,
     judged,
+    paired,
     record,
     row,
     write_gate,
@@ -139,6 +140,27 @@ def test_page_groups_red_rows_by_cause() -> None:
     shown = page.of_record(record(*rows, judged(P, row("a/b/c"))))
     assert [(f.label, len(f.rows)) for f in shown.findings] == [("REGRESSION", 3), ("CHANGED", 2)]
     assert shown.rows[-1].id == "a/b/c", "worst first"
+
+
+def test_first_run_is_one_card_with_its_command() -> None:
+    rows = [judged(Verdict.NEW, row(f"model/case{i}/bytes", i)) for i in range(9)]
+    (finding,) = page.of_record(record(*rows)).findings
+    assert (finding.label, len(finding.rows), finding.repro) == ("NEW", 9, "bumpgate rebaseline --lane cpu")
+    assert finding.candidate[3] == "model/case3/bytes: 3 count"
+
+
+def test_unknown_gate_says_what_was_equal_and_what_to_do(tmp_path: Path) -> None:
+    open_time = paired(TimedOutcome.INCONCLUSIVE, 1.0)
+    sides = Side("torch 2.13.0", record(*RIGHT)), Side("torch 2.14.0", record(*RIGHT))
+    path, _ = write_gate(tmp_path, *sides, {"throughput/x/seconds": open_time})
+    shown = read(path)
+    assert shown.meaning[0].startswith("UNKNOWN: evidence is missing")
+    assert "nothing was found against the candidate: 2 of 2 decided rows are equal" in shown.meaning[1]
+    assert shown.meaning[2] == "bumpgate gate --lane cpu --candidate torch==2.14.0 --resume"
+    assert all(line in html_page(shown).replace("&#39;", "'") for line in shown.meaning)
+    moved = ("nvidia-cublas 13.0 -> 13.1", "nvidia-nccl 2.29 -> 2.30", "torch 2.13.0 -> 2.14.0")
+    libraries = "2 CUDA libraries: nvidia-cublas 13.0 -> 13.1; nvidia-nccl 2.29 -> 2.30"
+    assert page.of_gate(replace(gate_file.read(path), moved=moved)).moved == (moved[2], libraries)
 
 
 def test_broken_run_still_has_a_report(tmp_path: Path) -> None:
