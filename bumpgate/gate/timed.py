@@ -41,7 +41,7 @@ ALPHA_LOST = 0.004
 # readings: 2^-8 is 0.98 of ALPHA_LOST.
 MAX_EMPTY_SESSIONS = 8
 # Verdicts of a record on a time that could be measured; the sessions override them.
-MEASURED = (Verdict.PASS, Verdict.WIN, Verdict.REGRESSION, Verdict.INCONCLUSIVE)
+MEASURED = (Verdict.PASS, Verdict.WIN, Verdict.NEW, Verdict.REGRESSION, Verdict.INCONCLUSIVE)
 SIDE = {"A": "adopted", "B": "candidate"}
 
 
@@ -105,7 +105,8 @@ def cost(j: Judgement) -> float | None:
     value, interval, sign = j.row.value, j.row.interval, direction(j.row)
     if j.verdict not in MEASURED or not sign or not is_finite(value) or value <= 0:
         return None
-    if interval and not 0 < interval[0] <= interval[1] <= MAX_CI_RATIO * interval[0]:
+    rounds = j.row.series.get(COST_PER_ROUND)  # of a duet: compared one by one, as rough as they are
+    if interval and not (rounds or 0 < interval[0] <= interval[1] <= MAX_CI_RATIO * interval[0]):
         return None
     return value if sign > 0 else 1 / value
 

@@ -34,7 +34,7 @@ def exclusive_machine(request: pytest.FixtureRequest) -> None:
 def paired_timer(exclusive_machine: None) -> Callable[..., Rounds]:
     """bumpgate.plugin.timing.interleaved: CPU and wall seconds of functions that alternate, paired in a gate.
 
-    The returned function returns Rounds. Raises InfraError if no round was quiet.
+    The returned function returns Rounds.
     """
     from bumpgate.plugin.timing import interleaved
 

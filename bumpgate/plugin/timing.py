@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 
 import psutil
 
 from bumpgate.core.rows import COST_PER_ROUND
 from bumpgate.plugin.duet import Duet, partner
-from bumpgate.plugin.rows import InfraError
 from bumpgate.process.gpu_shares import Place
 from bumpgate.process.locks import locked
 
@@ -94,10 +94,11 @@ class Median:
 
 @dataclass
 class Rounds:
-    """CPU seconds by function name, one value per quiet round; `disturbed` rounds were measured and not kept.
+    """CPU seconds by function name, one value per kept round.
 
-    wall: seconds by function name, without the time that the thread waited for a core. paired: the other side of a
-    session went through the same rounds.
+    wall: seconds by function name, without the time that the thread waited for a core.
+    quiet, disturbed: numbers of rounds. The disturbed ones are kept only if too few were quiet.
+    paired: the other side of a session went through the same rounds.
     """
 
     seconds: dict[str, list[float]]
@@ -108,13 +109,18 @@ class Rounds:
 
     @property
     def witness(self) -> int:
-        return self.quiet
+        return len(next(iter(self.seconds.values())))
 
     @property
     def instruments(self) -> tuple[str, ...]:
         return ()
 
     def evidence(self) -> tuple[str, ...]:
+        if self.witness > self.quiet:
+            return (
+                f"the machine was busy in {self.disturbed} of {self.witness} rounds: all are kept, and no interval"
+                " is narrower than a factor of 2 either way",
+            )
         return (f"{self.quiet} quiet rounds kept, {self.disturbed} disturbed ones dropped",)
 
     def ratio(self, numerator: str, denominator: str) -> Median:
@@ -129,7 +135,7 @@ class Rounds:
 
     def cost(self, name: str) -> Median:
         """Return the same for a function's CPU seconds."""
-        return self._median(self.seconds[name], [1.0] * self.quiet, self.paired_costs(name))
+        return self._median(self.seconds[name], [1.0] * self.witness, self.paired_costs(name))
 
     def rate(self, name: str, amount: float) -> Median:
         """Return what a function does per CPU second, such as tokens: `amount` is of one call. Higher is better."""
@@ -149,7 +155,7 @@ class Rounds:
 
         CPU seconds of a function, or their ratio to another one's: lower is better.
         """
-        below = self.seconds[denominator] if denominator else [1.0] * self.quiet
+        below = self.seconds[denominator] if denominator else [1.0] * self.witness
         costs = tuple(a / b for a, b in zip(self.seconds[numerator], below))
         return {COST_PER_ROUND: costs} if self.paired else {}
 
@@ -162,17 +168,21 @@ class Rounds:
 # CPU share of one processor that others may use in a round, and how many quiet rounds an interval needs.
 FOREIGN_SHARE = 0.1
 QUIET_NEEDED = 15
+# In a gate: disturbed rounds, as a multiple of the quiet ones that were asked for, after which no more are awaited.
+PATIENCE = 2
 
 
 def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget: float = 90.0) -> Rounds:
     """Return the CPU and wall seconds of functions (name -> callable), timed in turn, round by round.
 
     It ends when `rounds` quiet rounds are kept, or after `budget` wall seconds. The order rotates by one place per
-    round. A round in which others used the machine is not kept: a busy sibling thread slows large code by a third.
-    $BUMPGATE_ROUNDS sets fewer rounds. Under $BUMPGATE_DUET the other side goes through the same rounds at once.
-    Raises InfraError if no round was quiet.
+    round. A round in which others used the machine is dropped, since a busy sibling thread slows large code by a third,
+    unless fewer than QUIET_NEEDED were quiet: then all are kept, and every interval is wide. Under $BUMPGATE_DUET the
+    other side goes through the same rounds at once, and a neighbour slows both alike. $BUMPGATE_ROUNDS, of a gate, sets
+    fewer rounds, and PATIENCE.
     """
     duet = partner()
+    patience = PATIENCE if "BUMPGATE_ROUNDS" in os.environ else math.inf
     rounds = min(rounds, int(os.environ.get("BUMPGATE_ROUNDS", rounds)))
     names = list(functions)
     for name in names:
@@ -180,26 +190,27 @@ def interleaved(functions: dict[str, Callable[[], object]], rounds: int, budget:
     if duet:
         duet.agree(names, "what they time")
     kept = Rounds({name: [] for name in names}, {name: [] for name in names}, paired=duet is not None)
-    deadline = time.monotonic() + budget
-    while kept.quiet < rounds and not _over(deadline, duet):
+    deadline, calm = time.monotonic() + budget, list[bool]()
+    while kept.quiet < rounds and kept.disturbed < patience * rounds:
+        if calm and _over(deadline, duet):
+            break
         if duet:
             duet.change_places()
         watch = Watch()
-        turn = (kept.quiet + kept.disturbed) % len(names)
+        turn = len(calm) % len(names)
         spent, passed = {}, {}
         for name in names[turn:] + names[:turn]:
             start, wall = time.process_time(), _wall_seconds()
             functions[name]()
             spent[name], passed[name] = time.process_time() - start, _wall_seconds() - wall
-        if not watch.was_quiet(duet):
-            kept.disturbed += 1
-            continue
-        kept.quiet += 1
+        calm.append(watch.was_quiet(duet))
+        kept.quiet, kept.disturbed = calm.count(True), calm.count(False)
         for name in names:
             kept.seconds[name].append(spent[name])
             kept.wall[name].append(passed[name])
-    if not kept.quiet:
-        raise InfraError(f"none of {kept.disturbed} rounds was quiet: other processes use this machine")
+    if kept.quiet >= min(rounds, QUIET_NEEDED):
+        for series in (*kept.seconds.values(), *kept.wall.values()):
+            series[:] = compress(series, calm)
     return kept
 
 

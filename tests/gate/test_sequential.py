@@ -29,7 +29,17 @@ from bumpgate.gate.sequential import (
     interval,
     log_ratio,
 )
-from tests.support.simulation import HEAVY, MEASURED, NOISES, ROWS, WORST, rate_text, row_noise, wilson
+from tests.support.simulation import (
+    HEAVY,
+    MEASURED,
+    NOISES,
+    ROWS,
+    WORST,
+    busy_duet,
+    rate_text,
+    row_noise,
+    wilson,
+)
 
 FIXED = settings(derandomize=True, max_examples=40, deadline=None)
 PLAN = SessionPlan()
@@ -115,6 +125,27 @@ def test_rows_exactly_at_the_margin_keep_the_alpha_level(noise: str) -> None:
     alarms, text = false_alarms(3, gates, math.log1p(PLAN.different), noise)
     print(text)
     assert wilson(alarms, gates)[1] <= PLAN.alpha, text
+
+
+@pytest.mark.parametrize(
+    ("slower", "swaps", "low", "high"), [(0.0, True, 0, 0.02), (0.2, True, 0.95, 1), (0, False, 0.5, 1)]
+)
+def test_sessions_next_to_a_busy_process_keep_the_level_and_find_20_percent(
+    slower: float, swaps: bool, low: float, high: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No round was quiet. Without the exchange of cores, the neighbour would be found instead of the candidate."""
+    monkeypatch.setattr(
+        "tests.gate.test_sequential.row_noise", lambda rng, noise: busy_duet(rng, swaps=swaps)
+    )
+    rng, gates = random.Random(4), 200 if swaps else 20
+    effects = dict.fromkeys(ROWS[:3], 0.0) | {ROWS[0]: math.log1p(slower)}
+    games = [play(rng, effects) for _ in range(gates)]
+    found = sum(any(outcome in MOVED for outcome in outcomes.values()) for outcomes, _ in games)
+    text = rate_text("SLOWER or FASTER", found, gates, [n for _, n in games])
+    print(text)
+    bounds = wilson(found, gates)
+    assert bounds[0] >= low, text
+    assert bounds[1] <= high, text
 
 
 @pytest.mark.parametrize(("sign", "outcome"), [(1, TimedOutcome.SLOWER), (-1, TimedOutcome.FASTER)])

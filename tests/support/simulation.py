@@ -11,6 +11,8 @@ import random
 import statistics
 from collections.abc import Callable
 
+from bumpgate.gate.sequential import log_ratio_of_rounds
+
 ROWS = tuple(f"throughput/case{i}/seconds" for i in range(15))
 ROUNDS = 20
 MEASURED, HEAVY, WORST = NOISES = ("measured", "heavy tails", "noisiest rows")
@@ -27,6 +29,29 @@ def row_noise(rng: random.Random, noise: str) -> Draw:
     def draw() -> float:
         bad = noise == HEAVY and rng.random() < 1 / 20
         return rng.gauss(0, deviation) + (rng.choice((-0.2, 0.2)) if bad else 0)
+
+    return draw
+
+
+def busy_duet(rng: random.Random, *, swaps: bool = True) -> Draw:
+    """Draw the log-ratio of a session whose every round is disturbed: a neighbour stays on one of two cores a while.
+
+    There it slows the CPU time of the side by up to 60 %. swaps: the sides change cores after each round, as they do.
+    """
+    session = 0
+
+    def draw() -> float:
+        nonlocal session
+        session += 1
+        adopted, candidate, neighbour = [], [], rng.random() < 1 / 2
+        bias = rng.gauss(0, 0.03)
+        for i in range(2 * ROUNDS):
+            neighbour ^= rng.random() < 1 / 5
+            with_adopted = neighbour == bool((session + i * swaps) % 2) if swaps else False
+            slower = rng.uniform(1, 1.6)
+            adopted.append(rng.lognormvariate(0, 0.03) * (slower if with_adopted else 1))
+            candidate.append(rng.lognormvariate(bias, 0.03) * (1 if with_adopted else slower))
+        return log_ratio_of_rounds(adopted, candidate)
 
     return draw
 
