@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import gc
 import io
+import os
 import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
@@ -22,7 +23,6 @@ from bumpgate.core.errors import BumpgateError, RefusedError
 from bumpgate.core.text import printable, redacted
 
 SETTINGS: dict[str, Any] = {
-    "add_completion": False,
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
 }
@@ -88,13 +88,55 @@ class LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        one = typer.Typer(**SETTINGS)
+        one = typer.Typer(**SETTINGS, add_completion=False)
         if cmd_name in GROUPS:
             one.add_typer(load(cmd_name), name=cmd_name, help=GROUPS[cmd_name])
             group: Any = typer.main.get_command(one)
             return group.commands[cmd_name]
         one.command(cmd_name)(load(cmd_name))
-        return typer.main.get_command(one)
+        found: Any = typer.main.get_command(one)
+        found.params += _options_of_output()
+        return found
+
+
+def _set(name: str) -> Any:
+    """Return a callback that sets a variable of this process, and of those that it starts."""
+
+    def effect(value: bool) -> None:
+        if value:
+            os.environ[name] = "1"
+
+    return effect
+
+
+def _colour(value: str) -> None:
+    if value not in ("auto", "always", "never"):
+        raise BumpgateError(f"--color {value}: auto, always or never")
+    os.environ.update({"always": {"FORCE_COLOR": "1"}, "never": {"NO_COLOR": "1"}}.get(value, {}))
+
+
+def _output(
+    quiet: Annotated[
+        bool,
+        typer.Option("-q", "--quiet", callback=_set("BUMPGATE_QUIET"), help="Leave out progress."),
+    ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("-v", "--verbose", callback=_set("BUMPGATE_VERBOSE"), help="All lines of a finding."),
+    ] = False,
+    color: Annotated[str, typer.Option(callback=_colour, help="auto, always or never.")] = "auto",
+) -> None:
+    """The options of every command; the callbacks have their effects."""
+
+
+def _options_of_output() -> list[Any]:
+    made = typer.Typer(**SETTINGS, add_completion=False)
+    made.command()(_output)
+    found: Any = typer.main.get_command(made)
+    options = [option for option in found.params if option.name in ("quiet", "verbose", "color")]
+    for option in options:
+        option.expose_value = False
+    return options
 
 
 app = typer.Typer(cls=LazyGroup, **SETTINGS)
@@ -122,7 +164,8 @@ class Screen:
 
     def write(self, text: str) -> Any:
         text = redacted(text)
-        return self._stream.write(text if self._stream.isatty() else printable(text))
+        coloured = self._stream.isatty() or os.environ.get("FORCE_COLOR")
+        return self._stream.write(text if coloured else printable(text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

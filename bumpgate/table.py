@@ -168,16 +168,16 @@ def _plain(entries: Iterable[Entry]) -> str:
 
 
 def _coloured(entries: Iterable[Entry], width: int) -> str:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, style, text, command in entries:
-        cell = Text(text)
-        if command:
-            cell.append(f"\n-> {command}", style="dim")
-        table.add_row(Text(label, style=style), cell)
     out = io.StringIO()
-    Console(file=out, force_terminal=True, width=width).print(table)
+    console = Console(file=out, force_terminal=True, width=width)
+    for label, style, text, command in entries:
+        table = Table(box=None, show_header=False, pad_edge=False)
+        table.add_column(no_wrap=True, min_width=13)
+        table.add_column(overflow="fold")
+        table.add_row(Text(label, style=style), Text(text))
+        console.print(table)
+        if command:  # unbroken, so that it can be copied
+            console.print(Text(f"-> {command}", style="dim"), soft_wrap=True)
     return out.getvalue()
 
 

@@ -11,6 +11,7 @@ RUNS = {
     "BUMPGATE_GATE": "1 below a run with --gate: nothing that it starts may rewrite a baseline",
     "BUMPGATE_LOCK": "path of the lock of this run's environment, or none",
     "BUMPGATE_PARENT": "process id of the bumpgate that set the variables of this run",
+    "BUMPGATE_PROGRESS": "file that this run rewrites with its progress",
     "BUMPGATE_PROJECT": "the folder from which this side of a gate imports the project under test",
     "BUMPGATE_ROUNDS": "rounds of a timed row in a paired session",
     "BUMPGATE_SESSION": "the rows that a paired session times",
@@ -24,5 +25,7 @@ USERS = {
     "BUMPGATE_HOME": "folder of stores and caches",
     "BUMPGATE_KERNELS": "folder of built kernel wheels; by default kernels/ in the home",
     "BUMPGATE_OBJECTS": "folder of compiled C++ kernels; empty disables it",
+    "BUMPGATE_QUIET": "1: a gate prints its verdict alone; set by -q",
+    "BUMPGATE_VERBOSE": "1: a gate prints every row and line of a finding; set by -v",
     "BUMPGATE_STORE": "folder of downloaded wheels; by default store/ in the home",
 }

@@ -6,12 +6,13 @@ the package is used; folders are added to it.
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date, datetime, timedelta, timezone
 from difflib import get_close_matches
 from pathlib import Path
@@ -380,6 +381,7 @@ def command(
     since: Annotated[str, typer.Option(help="First day, YYYY-MM-DD.")] = "",
     until: Annotated[str, typer.Option(help="Last day, YYYY-MM-DD.")] = "",
     from_store: Annotated[bool, typer.Option("--store", help="Our wheel store alone.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """List the versions of a package that could be gated here, oldest first, with the day of each build.
 
@@ -387,6 +389,9 @@ def command(
     """
     where: dict[str, Any] = {"index": index, "find_links": find_links or (), "from_store": from_store}
     found = versions(package, python=python, pre=pre, since=_day(since), until=_day(until), **where)
+    if as_json:
+        typer.echo(json.dumps([asdict(f) | {"date": f.date and f.date.isoformat()} for f in found], indent=1))
+        return
     width = max((len(f.version) for f in found), default=0)
     for f in found:
         yanked = "" if f.yanked is None else f"yanked: {f.yanked}" if f.yanked else "yanked"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shlex
 import signal
@@ -95,6 +96,7 @@ def command(
     fresh: Annotated[bool, typer.Option("--fresh", help="Ignore a kept run of the adopted side.")] = False,
     fast: Annotated[bool, typer.Option(FAST, help="Only short tests and no times. Cannot adopt.")] = False,
     disk: Disk = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print gate.json instead of the findings.")] = False,
     shell: Annotated[str | None, typer.Option("--command", help="Prints metrics, instead of pytest.")] = None,
     selection: Annotated[list[str] | None, typer.Argument(help="After --: what pytest runs.")] = None,
 ) -> None:
@@ -136,7 +138,7 @@ def command(
         base=commit_of(find_root(Path.cwd()), base) if base else "",
     )
     links = (*(find_links or ()), *copies(store or ()))
-    _run(config, out, budget, gpus, resume, fresh, index, links)
+    _run(config, out, budget, gpus, resume, fresh, index, links, as_json)
 
 
 def of_torch(text: str) -> str:
@@ -153,6 +155,7 @@ def _run(
     fresh: bool,
     index: str | None,
     links: Sequence[str],
+    as_json: bool,
 ) -> None:
     """Run or resume a gate, print its verdict, and exit with its code."""
     root = find_root(Path.cwd())
@@ -160,7 +163,7 @@ def _run(
     lane = lanes.require(root, config.lane)
     chosen = _selected_gpus(gpus, lane)
     place = _folder(config, root, out)
-    view = View(Console(stderr=True))
+    view = View(Console(stderr=True, quiet=bool(os.environ.get("BUMPGATE_QUIET"))), config.lane)
     signal.signal(signal.SIGTERM, _interrupt)
     wanted = requests(config, root, index, links)  # bad input is refused before the wait for the device
     try:
@@ -201,7 +204,10 @@ def _run(
         view.say(f"bumpgate: {where}; results so far are saved. Resume with: {_resume_line()}")
         raise typer.Exit(Decision.UNKNOWN.value) from None
     found = earlier or gate.file(place)
-    show(found, place, again=earlier is not None)
+    if as_json:
+        typer.echo((place / state.NAME).read_text(encoding="utf-8"), nl=False)
+    else:
+        show(found, place, again=earlier is not None)
     if gate.undecided:
         view.say(f"the budget ended before every timed row was decided. Resume with: {_resume_line()}")
     if not (found.gaps() or config.selection or config.base):

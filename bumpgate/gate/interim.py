@@ -16,7 +16,7 @@ from bumpgate.gate.environments import SIDES
 from bumpgate.gate.remeasure import outside_on_one_side
 from bumpgate.gate.timed import timed_rows
 from bumpgate.gate.verdict import Side, judge_gate
-from bumpgate.gate.view import cut
+from bumpgate.gate.view import cut, read_progress
 
 # Seconds between two looks at the records, which a lane run saves every few seconds.
 LOOK = 10.0
@@ -81,9 +81,14 @@ class Interim:
         printed = time.monotonic()
         while not ended.wait(LOOK):
             due = time.monotonic() - printed >= PROGRESS
-            for line in self.look(progress=due):
+            for line in [*self.look(progress=due), *(self.runs() if due else ())]:
                 self.say(line)
                 printed = time.monotonic()
+
+    def runs(self) -> list[str]:
+        """Return a line for each running side, of its tests."""
+        read = {name: read_progress(path.with_suffix(".progress")) for name, path in self.records.items()}
+        return [f"{name}: {found['line']}" for name, found in read.items() if found]
 
     def look(self, *, progress: bool) -> list[str]:
         """Return a line for each new cause. progress: without one, return a progress line."""

@@ -142,5 +142,6 @@ class Bench:
         self, names: Sequence[str], what: str, calls: Sequence[LaneCall], timeout: float | None = None
     ) -> list[LaneRun]:
         """Run these lanes at once and show which sides they belong to. timeout: wall seconds."""
-        with self.view.doing(f"{' and '.join(names)}: {what}"):
+        runs = {name: call.progress for name, call in zip(names, calls)} if len(names) == len(calls) else {}
+        with self.view.doing(what if runs else f"{' and '.join(names)}: {what}", runs):
             return run_lanes(calls, timeout)

@@ -2,49 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from bumpgate.core.errors import loads
 from bumpgate.core.findings import NO_REGRESSION, Decision, Finding
 from bumpgate.core.gate_file import GateFile
+from bumpgate.core.text import printable
 from bumpgate.env.freeze import without_cuda
 from bumpgate.gate.materiality import variants
+from bumpgate.process.home import load_durations, save_durations
 
 STYLE = {Decision.HOLD: "bold red", Decision.UNKNOWN: "yellow", Decision.ADOPT: "green"}
 SHOWN_LINES = 6
+# Where the seconds of the steps of gates are kept, next to the seconds of tests.
+STEPS = "steps of gates"
 EQUAL_OUTCOMES = tuple(outcome.value for outcome in NO_REGRESSION)
 
 
-class View:
-    """Progress output on `console` (stderr), so that stdout holds only the findings."""
+class _Seen(ProgressColumn):
+    """What a run of a lane says of itself, or the seconds of another step and those of the last time."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        if run := read_progress(task.fields["run"]):
+            task.completed, task.total = run["finished"], run["tests"]
+            return Text(run["line"], no_wrap=True, overflow="ellipsis")
+        spent, expected = task.elapsed or 0.0, task.fields["expected"]
+        task.completed, task.total = min(spent, expected), expected or None
+        return Text(f"{clock(spent)} of about {clock(expected)}" if expected else clock(spent))
+
+
+class View:
+    """Progress output on `console` (stderr), so that stdout holds only the findings.
+
+    lane: the seconds of its steps are kept, for the estimate of the next gate.
+    """
+
+    def __init__(self, console: Console, lane: str = "") -> None:
+        self.console, self.lane = console, lane
 
     def say(self, line: str) -> None:
         """Print one finished step."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Show a running step: on a terminal, a temporary line that the yielded function rewrites."""
+    def doing(self, what: str, runs: Mapping[str, Path | None] = {}) -> Iterator[Callable[[str], None]]:
+        """Show a running step: on a terminal, a bar whose text the yielded function rewrites.
+
+        runs: name -> the file of its progress; each has a bar of its tests.
+        """
         if not self.console.is_terminal:
             yield lambda text: None
             return
-        with self.console.status(Text(what)) as status:
-            yield lambda text: status.update(Text(text))
+        started, key = time.monotonic(), f"{self.lane}: {what}"
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20), _Seen())
+        with Progress(*columns, console=self.console, transient=True, refresh_per_second=2) as shown:
+            expected = load_durations(STEPS).get(key, 0.0)
+            tasks = [
+                shown.add_task(f"{name}: {what}" if name else what, total=None, run=run, expected=expected)
+                for name, run in (runs or {"": None}).items()
+            ]
+            yield lambda text: shown.update(tasks[0], description=text)
+        with suppress(OSError):
+            save_durations(STEPS, {**load_durations(STEPS), key: time.monotonic() - started})
+
+
+def read_progress(path: Path | None) -> dict[str, Any]:
+    """Return what a run has written of its progress: finished, tests, line; empty without any."""
+    try:
+        raw = loads(path.read_bytes()) if path else {}
+        return {"finished": int(raw["finished"]), "tests": int(raw["tests"]), "line": printable(raw["line"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 def findings_text(findings: Sequence[Finding], console: Console) -> None:
-    """Print the findings: a table on a terminal, else blocks of unbroken lines, so that a log can be searched."""
-    if console.is_terminal:
-        console.print(_table(findings))
-        return
-    for f in findings:
+    """Print the findings: on a terminal with both sides next to each other, else as unbroken lines, for a search."""
+    for f in findings if console.is_terminal else ():
+        label = f"{f.decision.name:<8} ", STYLE[f.decision]
+        console.print(Text.assemble(label, "\n".join([f.cause, *cut(f.rows)])))
+        console.print(_sides(f))
+        if f.repro:  # unbroken, so that it can be copied
+            console.print(f"-> {f.repro}", style="dim", markup=False, highlight=False, soft_wrap=True)
+        console.print()
+    for f in () if console.is_terminal else findings:
         lines = [f"{f.decision.name:<8} {f.cause}"]
         lines += [f"{'':<8} row {row}" for row in cut(f.rows)]
         lines += [f"{'':<8} adopted:   {line}" for line in cut(f.adopted)]
@@ -54,21 +110,19 @@ def findings_text(findings: Sequence[Finding], console: Console) -> None:
 
 
 def cut(lines: Sequence[str]) -> list[str]:
-    """Return the first SHOWN_LINES lines, and the count of the others."""
+    """Return the first SHOWN_LINES lines, and the count of the others; all of them with -v."""
+    if os.environ.get("BUMPGATE_VERBOSE"):
+        return [*lines]
     more = len(lines) - SHOWN_LINES
     return [*lines[:SHOWN_LINES], *([f"... and {more} more in gate.json"] if more > 0 else [])]
 
 
-def _table(findings: Sequence[Finding]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
-    for title in ("", "cause", "adopted", "candidate"):
-        table.add_column(title, overflow="fold", no_wrap=not title)
-    for f in findings:
-        what = Text("\n".join([f.cause, *cut(f.rows)]))
-        if f.repro:
-            what.append(f"\n-> {f.repro}", style="dim")
-        sides = (Text("\n".join(cut(side))) for side in (f.adopted, f.candidate))
-        table.add_row(Text(f.decision.name, style=STYLE[f.decision]), what, *sides)
+def _sides(f: Finding) -> Table:
+    """Return what both sides showed, next to each other."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
+    for title in ("adopted", "candidate"):
+        table.add_column(title, overflow="fold", ratio=1)
+    table.add_row(*(Text("\n".join(cut(side))) for side in (f.adopted, f.candidate)))
     return table
 
 

@@ -2,21 +2,26 @@
 
 On a terminal, one line that is rewritten; elsewhere, one line a minute. A failed test and a red row are printed at
 once. It replaces pytest's dots; `-v` and `-q` keep pytest's own output.
+A gate reads it from the file $BUMPGATE_PROGRESS.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
-from bumpgate.core.rows import Judgement, Verdict
+from bumpgate.core.rows import Judgement, Verdict, write_atomic
 from bumpgate.plugin.sharing import WAITED_PROPERTY
 from bumpgate.process.home import load_durations, save_durations
+from bumpgate.process.host import PROGRESS
 
 # Seconds between two lines.
 ON_TERMINAL = 0.5
@@ -43,7 +48,8 @@ class Progress:
         self.running: dict[str, float] = {}
         self.failed: set[str] = set()
         self.shown: set[str] = set()
-        self.started = self.printed = time.monotonic()
+        self.file = os.environ.get(PROGRESS, "")
+        self.started = self.printed = self.written = time.monotonic()
         self.lock = threading.Lock()
         self.ended = threading.Event()
 
@@ -146,6 +152,11 @@ class Progress:
         on_terminal = self.reporter.hasmarkup
         with self.lock:
             now = time.monotonic()
+            if self.file and now - self.written >= ON_TERMINAL:
+                self.written = now
+                state = {"finished": len(self.finished), "tests": len(self.tests), "line": self.line()}
+                with contextlib.suppress(OSError):  # a full disk is reported at the end
+                    write_atomic(Path(self.file), json.dumps(state))
             if self.ended.is_set() or now - self.printed < (ON_TERMINAL if on_terminal else IN_LOG):
                 return
             self.printed = now

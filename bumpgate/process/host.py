@@ -21,6 +21,8 @@ OWN_VARIABLES = (
     PROJECT,
 )
 PARENT = "BUMPGATE_PARENT"
+# Where a run writes its progress, for the bumpgate that shows it.
+PROGRESS = "BUMPGATE_PROGRESS"
 GPUS = Path("/proc/driver/nvidia/gpus")
 # Maximum memory of a worker of the CPU lane, while it compiles the 52-layer model.
 WORKER_GIB = 4

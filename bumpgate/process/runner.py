@@ -19,7 +19,7 @@ from bumpgate.core.errors import BumpgateError, one_line, text_lines
 from bumpgate.core.rows import Record, read_record
 from bumpgate.process.child import ChildFault, Interpreter, LoggedChild, ending, run_children
 from bumpgate.process.home import home
-from bumpgate.process.host import OWN_VARIABLES, PARENT, PROJECT, read_or_empty
+from bumpgate.process.host import OWN_VARIABLES, PARENT, PROGRESS, PROJECT, read_or_empty
 
 INTERRUPTED, USAGE, NOTHING_SELECTED = 2, 4, 5  # exit codes of pytest
 IMPORT_SECONDS = 300
@@ -102,6 +102,11 @@ class LaneCall:
         return self.log or self.record.with_suffix(".log")
 
     @property
+    def progress(self) -> Path:
+        """The file that the run rewrites with its progress."""
+        return self.record.with_suffix(".progress")
+
+    @property
     def child(self) -> LoggedChild:
         # Another repository may have no pytest configuration: the folder of the selected tests would be the root.
         foreign = ["-p", "bumpgate.plugin", f"--rootdir={self.root}"]
@@ -111,7 +116,11 @@ class LaneCall:
         return LoggedChild(
             (str(self.python), "-X", "faulthandler", "-m", "pytest", *flags, *self.selection),
             self.root,
-            child_environment(self.python, self.root, {**self.environment, PARENT: str(os.getpid())}),
+            child_environment(
+                self.python,
+                self.root,
+                {**self.environment, PARENT: str(os.getpid()), PROGRESS: str(self.progress.resolve())},
+            ),
             self.output,
             self.keep_open,
         )
@@ -153,6 +162,7 @@ def run_lanes(calls: Sequence[LaneCall], timeout: float | None = None) -> list[L
     """Run all lanes at once and return when the last one has ended; otherwise like run_lane."""
     for call in calls:
         call.record.unlink(missing_ok=True)
+        call.progress.unlink(missing_ok=True)
     ended = run_children([call.child for call in calls], timeout)
     return [call.read(code, seconds, timeout) for call, (code, seconds) in zip(calls, ended)]
 

@@ -310,6 +310,9 @@ def test_narrow_terminal_folds_all_columns_but_the_decision() -> None:
     text = text_of(replace(FINDING, adopted=("x" * 60,), candidate=("y" * 60,)), 30, True)
     assert "HOLD" in text
     assert (text.count("x"), text.count("y")) == (60, 60 + FINDING.repro.count("y"))
+    assert f"-> {FINDING.repro} --deselect {'long ' * 9}" in text_of(
+        replace(FINDING, repro=f"{FINDING.repro} --deselect {'long ' * 9}"), 30, True
+    ), "a command is never broken"
 
 
 @pytest.mark.parametrize(("width", "terminal"), [(40, False), (160, True)])

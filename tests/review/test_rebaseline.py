@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -377,6 +378,8 @@ def test_terminal_table_has_colour_and_complete_text(repository: Repository) -> 
     shown, plain = verdict_table(record, "record.json", terminal=60), verdict_table(record, "record.json")
     assert ("\x1b[" in shown, "\x1b[" in plain) == (True, False)
     assert shown.replace("\n", "").count("z") >= 150
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+    assert all(f"-> {j.command}" in lines for j in record.judgements), "a command is never broken"
     assert long in plain
     assert max(map(cell_len, plain.splitlines())) > 150
     assert shown.endswith(summary(record))
