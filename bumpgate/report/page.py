@@ -126,6 +126,9 @@ def of_record(record: Record) -> Page:
     word, tone = ("GREEN", "good") if record.judgements else ("NO ROWS", "open")
     if record.red or not record.complete:
         word, tone = "RED" if record.complete else "NOT COMPLETE", "bad"
+    reviewable = all(j.verdict is Verdict.NEW for j in record.judgements if j.red)
+    if record.red and record.complete and reviewable and not record.problems:
+        word, tone = "NOT REVIEWED", "open"
     rows = sorted((_record_row(j, record) for j in record.judgements), key=lambda r: (r.order, r.id))
     return Page(
         kind="record",

@@ -144,7 +144,9 @@ def test_page_groups_red_rows_by_cause() -> None:
 
 def test_first_run_is_one_card_with_its_command() -> None:
     rows = [judged(Verdict.NEW, row(f"model/case{i}/bytes", i)) for i in range(9)]
-    (finding,) = page.of_record(record(*rows)).findings
+    shown = page.of_record(record(*rows))
+    assert (shown.word, shown.tone, shown.failed) == ("NOT REVIEWED", "open", True)
+    (finding,) = shown.findings
     assert (finding.label, len(finding.rows), finding.repro) == ("NEW", 9, "bumpgate rebaseline --lane cpu")
     assert finding.candidate[3] == "model/case3/bytes: 3 count"
 

@@ -13,10 +13,23 @@ from typing import Any
 
 import pytest
 
+from bumpgate.core.findings import TimedOutcome
+from bumpgate.core.rows import Verdict, write_record
+from bumpgate.gate.verdict import Side
 from bumpgate.history.archive import Archive
 from bumpgate.report import command as report
 from bumpgate.report import dashboard
-from tests.support.reports import held, many_readings
+from tests.support.reports import (
+    HERE,
+    gate_of_day,
+    held,
+    judged,
+    many_readings,
+    paired,
+    record,
+    row,
+    write_gate,
+)
 
 pytestmark = pytest.mark.browser
 
@@ -158,6 +171,67 @@ def contrast(tab: Any, selector: str) -> float:
             selector,
         )
     )
+
+
+def first_run(folder: Path) -> Path:
+    write_record(
+        folder / "record.json", HERE, [judged(Verdict.NEW, row(f"a/case{i}/bytes", i)) for i in range(9)]
+    )
+    return folder / "record.json"
+
+
+def unknown(folder: Path) -> Path:
+    right = record(judged(Verdict.PASS, row()), judged(Verdict.PASS, row("a/b/c")))
+    open_time = {"throughput/x/seconds": paired(TimedOutcome.INCONCLUSIVE, 1.0)}
+    return write_gate(folder, Side("torch 2.13.0", right), Side("torch 2.14.0", right), open_time)[0]
+
+
+def history(folder: Path, rows: int) -> Path:
+    archive, last = Archive(f"sqlite:///{folder / 'h.sqlite'}"), dashboard.today()
+    if rows:
+        many_readings(archive, rows, 30, last)
+        archive.add(gate_of_day(folder, 7))
+    start = last - timedelta(364)
+    dashboard.write(folder / "site", dashboard.read(archive, start), start, archive.findings())
+    return folder / "site" / "index.html"
+
+
+PAGES = {
+    "first run": lambda folder: report.render(first_run(folder), {"html": folder / "page.html"})[0],
+    "unknown gate": lambda folder: report.render(unknown(folder), {"html": folder / "page.html"})[0],
+    "gate": lambda folder: report.render(held(folder), {"html": folder / "page.html"})[0],
+    "dashboard": lambda folder: history(folder, 20),
+    "empty dashboard": lambda folder: history(folder, 0),
+}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1200])
+@pytest.mark.parametrize("name", PAGES)
+def test_page_passes_the_checks_of_axe(
+    browser: Any, name: str, width: int, scheme: str, tmp_path: Path
+) -> None:
+    """All of its rules: contrast, names, landmarks, order of headings, tables."""
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python"
+    )
+    opened = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    opened.goto(PAGES[name](tmp_path).as_uri())
+    check_fits(opened)
+    violations = axe.Axe().run(opened).response["violations"]
+    found = {each["id"]: [node["html"][:200] for node in each["nodes"]][:3] for each in violations}
+    opened.close()
+    assert found == {}
+
+
+def test_dashboard_has_its_chart_on_the_first_screen(browser: Any, tmp_path: Path) -> None:
+    for width in (400, 1200):
+        (tmp_path / str(width)).mkdir()
+        opened = browser.new_page(viewport={"width": width, "height": 900})
+        opened.goto(history(tmp_path / str(width), 20).as_uri())
+        box = opened.locator("svg.strip").first.bounding_box()
+        assert box["y"] + box["height"] < 900
+        opened.close()
 
 
 @pytest.fixture(scope="module")
