@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 from rich.console import Console
-from rich.status import Status
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bumpgate.bisect import wheel_metadata
 from bumpgate.bisect.attribution import Attribution, PackageChange, changes
@@ -43,7 +43,8 @@ class Watcher:
         self.seconds = 0.0
         self.last = ""
         self._left = ""
-        self._status = Status("", console=console) if console.is_terminal else None
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        self._status = Progress(*columns, console=console, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> Watcher:
         if self._status:
@@ -56,7 +57,9 @@ class Watcher:
 
     def probing(self, name: str) -> None:
         if self._status:
-            self._status.update(f"probing {name}{f' ({self._left})' if self._left else ''}")
+            for task in self._status.task_ids:
+                self._status.remove_task(task)
+            self._status.add_task(f"probing {name}{f' ({self._left})' if self._left else ''}")
 
     def probed(self, name: str, reading: Reading, result: ProbeResult, left: str) -> None:
         self.seconds += reading.seconds
