@@ -133,7 +133,7 @@ def _entry(j: Judgement, record: Record) -> Entry:
             one_line(x, 40) for x in (_show(j.row.value), _show(j.reviewed), j.limit or "-")
         )
         lines.append(f"value {value} | reviewed {reviewed} | limit {limit}")
-        lines.append(sentence(record, j.row.rule))
+        lines += [rule] if (rule := sentence(record, j.row.rule)) else []
         lines += [f"at {where}"] if (where := places(j)) else []
     return j.label, STYLE[j.verdict], "\n".join(lines), j.command
 

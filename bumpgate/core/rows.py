@@ -23,6 +23,7 @@ from bumpgate.core import kernel_code
 from bumpgate.core.errors import BumpgateError, loads, one_line
 from bumpgate.core.text import redacted
 
+__tracebackhide__ = True  # pytest shows the line of the test that made an invalid row
 SCHEMA = 1
 # Of record.json. Schema 1, in which a problem was a line of text, can still be read.
 RECORD_SCHEMA = 2

@@ -9,6 +9,8 @@ from bumpgate.core.rows import Judgement, Record
 from bumpgate.core.toml import tomllib
 
 FILE = Path("suites/rules.toml")
+# The rule of a row in a repository without rules.
+NO_RULE = "R0"
 PRODUCT = re.compile(r"\b(?:kernels|model|launch|bumpgate)/[\w/.-]+\.py:\d+")
 
 
@@ -22,10 +24,13 @@ def sentences(root: Path) -> dict[str, str]:
 
 
 def sentence(record: Record | None, rule: str) -> str:
-    """Return "C6: graph breaks are where ..." from the record of a run; only the id if the record has no text."""
+    """Return "C6: graph breaks are where ..." from the record of a run; only the id if the record has no text.
+
+    "" for a row of a repository without rules.
+    """
     texts = record.provenance.get("rules") if record else None
     text = texts.get(rule) if isinstance(texts, dict) else None
-    return f"{rule}: {text}" if text else rule
+    return f"{rule}: {text}" if text else "" if rule == NO_RULE else rule
 
 
 def places(j: Judgement) -> str:

@@ -10,11 +10,12 @@ import pytest
 from bumpgate.core import census, outcomes
 from bumpgate.core.baseline import Baseline, Reviewed, accept, in_tier, investigate
 from bumpgate.core.rows import Judgement, Problem, ProblemKind, Row, Verdict
+from bumpgate.core.rules import NO_RULE
 from bumpgate.plugin.devices import find
 from bumpgate.plugin.lanes import lanes_of
 from bumpgate.plugin.provenance import versions
 from bumpgate.plugin.reports import Reports
-from bumpgate.plugin.rows import NO_RULE, baseline_path
+from bumpgate.plugin.rows import baseline_path
 from bumpgate.plugin.selection import Selection, collects, default_paths, leaves_out, selects_all
 
 
@@ -159,7 +160,8 @@ class LaneRun:
         ran = test in self.selection.selected
         causes = {  # name -> the reason, None if the cause does not apply; and the sentence
             "infra": (happened.infra.get(test), "{why}"),
-            "failed": (happened.failed.get(test), "not reported by {test}: {why}"),
+            # A test that failed for its red rows alone had ended: it fails at the end of its call.
+            "failed": (happened.broken.get(test), "not reported by {test}: {why}"),
             "skipped": (happened.skipped.get(test), "not reported by {test}: skipped: {why}"),
             "file": (happened.skipped.get(file), "not reported by {test}: {file} was skipped: {why}"),
             "uncollected": (happened.uncollected.get(file), "{file} could not be collected: {why}"),

@@ -9,7 +9,7 @@ from bumpgate.core import census, outcomes
 from bumpgate.core.baseline import accept, in_tier
 from bumpgate.core.errors import one_line
 from bumpgate.core.rows import Judgement, Problem, ProblemKind
-from bumpgate.core.rules import sentences
+from bumpgate.core.rules import NO_RULE, sentences
 from bumpgate.plugin.devices import PJRT_CPU
 from bumpgate.plugin.lane_run import LaneRun, file_of
 
@@ -103,7 +103,8 @@ def _nothing_collected(run: LaneRun) -> str:
 def _rules(run: LaneRun, test: str) -> str:
     """Return the rules of the rows that a failed test has reported, in brackets; "" if none."""
     texts = sentences(run.config.rootpath)
-    rules = sorted({j.row.rule for j in run.judgements.values() if j.row.test == test and j.row.rule})
+    own = {j.row.rule for j in run.judgements.values() if j.row.test == test}
+    rules = sorted(own - {"", NO_RULE})
     return (
         f" [{'; '.join(f'{rule}: {texts[rule]}' if rule in texts else rule for rule in rules)}]"
         if rules

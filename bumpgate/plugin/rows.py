@@ -27,6 +27,7 @@ from bumpgate.core.errors import one_line
 from bumpgate.core.lanes import how_to_declare, is_foreign
 from bumpgate.core.lanes import load as declared_lanes
 from bumpgate.core.rows import Judgement, Row, RowError, Value, Verdict
+from bumpgate.core.rules import NO_RULE
 from bumpgate.core.text import printable
 from bumpgate.plugin.lanes import lane_of, lanes_of, named_lanes
 from bumpgate.plugin.provenance import versions
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 ROW_PROPERTY = "bumpgate_row"
 NOT_RUN_PROPERTY = "bumpgate_not_run"
 EXCUSED_PROPERTY = "bumpgate_not_run_excused"
-# For a repository without rules.
-NO_RULE = "R0"
+# pytest shows the line of the test that reported an invalid row, and not this module.
+__tracebackhide__ = True
 
 
 class InfraError(Exception):
@@ -269,6 +270,7 @@ class RowRecorder:
 
     def fail_if_red(self) -> None:
         """Fail the test with all red rows that it has not yet failed for, in one message."""
+        __tracebackhide__ = False  # its message stands alone
         red = [j for j in self._unreported if j.red]
         self._unreported.clear()
         if red:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from glob import glob
 from pathlib import Path
@@ -26,6 +27,7 @@ class Selection:
     dropped: collected tests of the lane that are neither selected nor deselected: a plugin or conftest removed them.
     worker_deaths: the last line of each worker that crashed. collected: any process has collected its tests.
     skipped: modules that were skipped, with the reason. xdist reports only one of those that the same line skips.
+    near: markers of collected tests that read like the lane.
     """
 
     def __init__(self, config: pytest.Config, lane: str | None) -> None:
@@ -36,6 +38,7 @@ class Selection:
         self.dropped: set[str] = set()
         self.items: list[pytest.Item] = []
         self.skipped: dict[str, str] = {}
+        self.near: set[str] = set()
         self.refusal: str | None = None
         self.collected = False
         self.worker_deaths: list[str] = []
@@ -43,6 +46,8 @@ class Selection:
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         """Give the marker of the lane to tests below its `tests` that have no lane's marker."""
         self.items.append(item)
+        marks = {mark.name for mark in item.iter_markers()} - {self.lane}
+        self.near.update(get_close_matches(self.lane or "", marks, 1))
         if self.lane and contains(lanes_of(self.config)[self.lane], item.nodeid) and lane_of(item) is None:
             item.add_marker(self.lane)
 
@@ -86,8 +91,9 @@ class Selection:
         if error:  # a traceback of the worker, or a line of xdist if it left none
             lines = text_lines(str(error))
             self.worker_deaths.append(one_line(lines[-1]) if lines else "no reason given")
-        found = getattr(node, "workeroutput", {}).get("selection", (None, (), (), {}))
-        refusal, deselected, dropped, skipped = found
+        found = getattr(node, "workeroutput", {}).get("selection", (None, (), (), {}, ()))
+        refusal, deselected, dropped, skipped, near = found
+        self.near.update(near)
         self.refusal = refusal or self.refusal
         self.deselected.update(deselected)
         self.dropped.update(dropped)
@@ -96,7 +102,7 @@ class Selection:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self.config, "workeroutput"):
             left_out = sorted(self.deselected), sorted(self.dropped)
-            self.config.workeroutput["selection"] = (self.refusal, *left_out, self.skipped)
+            self.config.workeroutput["selection"] = (self.refusal, *left_out, self.skipped, [*self.near])
         elif self.refusal:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
@@ -111,7 +117,10 @@ class Selection:
             base = self.config.option.affected
             of_base = f"no test of the lane depends on what changed since {base}"
             why = of_base if base else "nothing was selected"
-            terminalreporter.write_line(f"{why}: not green")
+            typo = (
+                f"; the marker {min(self.near)!r} is no lane: did you mean {self.lane}?" if self.near else ""
+            )
+            terminalreporter.write_line(f"{why}: not green{typo}")
 
 
 def default_paths(config: pytest.Config) -> list[str]:

@@ -193,7 +193,8 @@ def plan(
     other_host = comparable(old.made_with, record.provenance)
     timed = {j.row.id for j in record.judgements if j.row.interval is not None}
     selected = [j for j in record.judgements if not only or any(fnmatchcase(j.row.id, g) for g in only)]
-    selected = [j for j in selected if not new or _is_new(j, old)]
+    unreviewed = (Verdict.NEW, Verdict.MISSING)  # MISSING: of a record before NEW
+    selected = [j for j in selected if not new or (_is_new(j, old) and j.verdict in unreviewed)]
     for glob in only:
         if not any(fnmatchcase(j.row.id, glob) for j in selected):
             raise BumpgateError(f"--only {glob!r} matches no row of the record")

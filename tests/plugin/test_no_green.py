@@ -121,6 +121,13 @@ def test_empty_selection_is_not_green(lane: Project, workers: str) -> None:
     assert result.out.count("nothing was selected: not green") == 1
 
 
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_marker_that_reads_like_the_lane_is_named(lane: Project, workers: str) -> None:
+    lane.tests("import pytest\n@pytest.mark.h20\ndef test_x():\n    pass\n")
+    out = lane.pytest("-m", "h200", "-n", workers).out
+    assert "nothing was selected: not green; the marker 'h20' is no lane: did you mean h200?" in out
+
+
 def test_child_of_a_gate_declares_a_selection_only(lane: Project) -> None:
     for arguments, part in ((["suites/compile"], [1, 2]), ([], None)):
         record = lane.root / f"{len(arguments)}.json"

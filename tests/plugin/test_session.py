@@ -193,6 +193,7 @@ def test_green_requires_exactly_the_reviewed_rows(project: Project) -> None:
     project.baseline(good=good, other=IN_B)
     assert project.pytest(*RUN).code == 1
     assert project.verdicts() == {"good": "MISSING", "renamed": "NEW", "other": "PASS"}
+    assert "no longer reports it" in project.reason("good"), "its test failed for the new row alone"
 
 
 def test_rebaseline_makes_the_next_run_green_and_is_idempotent(project: Project) -> None:
@@ -408,6 +409,7 @@ def test_row_requires_a_lane_and_a_unique_id(project: Project) -> None:
     lines = re.search(twice, one.out)
     assert lines, one.out
     assert int(lines[1]) > int(lines[2])
+    assert "rows.py" not in one.out, "the traceback ends at the test's line"
     assert project.pytest("-m", "cpu", "-n", "2").code == 1
     assert any("was already reported by" in str(problem) for problem in project.record().problems)
     lost = project.pytest("-n", "0", f"{FILE}::test_nowhere")

@@ -211,7 +211,13 @@ def test_new_rows_are_accepted_by_the_command_that_the_run_prints(repository: Re
     """One line for all of them. The command works next to red rows, and next to a time that is not decided."""
     repository.review(x=old("x", 1))
     wide = timed("wide", 1.0, interval=(0.5, 1.5))
-    for red in ([], [count("x", 2)], [count("x", 2, witness=0)], [unreported("x", gone=True)]):
+    for red in (
+        [],
+        [count("x", 2)],
+        [count("x", 2, witness=0)],
+        [unreported("x", gone=True)],
+        [count("blind", 1, witness=0)],
+    ):
         repository.measure(*red, wide, count("new", 3), *([] if red else [count("x", 1)]))
         shown = verdict_table(read_record(repository.root / "record.json"), "record.json")
         assert "NEW           2 rows measured and never reviewed\n" in shown
