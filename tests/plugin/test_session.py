@@ -176,7 +176,7 @@ def test_green_requires_exactly_the_reviewed_rows(project: Project) -> None:
 
     project.baseline(other=IN_B)
     assert project.pytest(*RUN).code == 1, "a row was removed from the baseline"
-    assert project.verdicts() == {"good": "MISSING", "other": "PASS"}
+    assert project.verdicts() == {"good": "NEW", "other": "PASS"}
 
     project.baseline(good=good, other=IN_B, gone=gone)
     assert project.pytest(*RUN).code == 1, "the test of a row was removed"
@@ -330,7 +330,7 @@ def test_killed_session_keeps_its_rows_and_failures(project: Project) -> None:
         "import bumpgate.plugin.session as s\ns.KEEP_SECONDS, s.KEEP_SHARE = 0.0, float('inf')\n",
     )
     killer = '\n@lanes("cpu")\ndef test_killer(lane):\n    os.kill(os.getpid(), signal.SIGKILL)\n'
-    for body, kept in ((failed + GOOD + killer, {"good": "MISSING"}), (killer, {})):
+    for body, kept in ((failed + GOOD + killer, {"good": "NEW"}), (killer, {})):
         project.tests(body)
         assert project.pytest(*RUN).code == -signal.SIGKILL
         record = project.record()
@@ -537,6 +537,6 @@ def test_failure_that_a_missing_row_shows_is_no_problem(project: Project) -> Non
     project.tests(RED_THEN.format(call=RAISES, teardown="pass"))
     project.baseline(red=counted("test_red", 4, "exact"), new=counted("test_red"))
     assert project.pytest(*RUN).code == 1
-    assert project.verdicts() == {"red": "CHANGED", "new": "NEW"}
+    assert project.verdicts() == {"red": "CHANGED", "new": "MISSING"}
     assert "ValueError: lost" in project.reason("new")
     assert not project.record().problems
