@@ -288,7 +288,7 @@ def test_init_writes_rows_of_a_model_that_find_a_graph_break(init: Init, tmp_pat
     foreign = Foreign(tmp_path)
     one = ("-m", "mine", "-k", "test_graphs")
     assert foreign.pytest(*one).code == 1
-    rows = {"model/block/graph_breaks": "MISSING", "model/block/recompiles": "MISSING"}
+    rows = {"model/block/graph_breaks": "NEW", "model/block/recompiles": "NEW"}
     assert foreign.verdicts() == rows
     assert foreign.bumpgate("rebaseline").code == 0
     assert foreign.pytest(*one).code == 0
