@@ -29,6 +29,7 @@ NO_CHANGE: dict[str, Any] = {
     **dict.fromkeys(("at_fault", "pinned", "also_sufficient", "changed", "compare", "findings"), ()),
     "attribution": None,
     "repro": "",
+    "reproduce": "",
 }
 
 
@@ -129,6 +130,8 @@ def _change(
     was, now = (bisection.reading_of(index, outcome) for index, outcome in zip(neighbours, (GOOD, BAD)))
     good_name, bad_name = (f"{span.package} {span.versions[i]}" for i in neighbours)
     found = test.findings((good_name, bad_name), was, now) if was and now else []
+    sides = f"--adopted {first.python} --candidate {last.python}"
+    program = test.program(now)
     return {
         "at_fault": blamed,
         "pinned": sorted(set().union(*pinned)),
@@ -139,6 +142,7 @@ def _change(
         "compare": list(_links(first, last, [c["name"] for c in blamed] or [span.package])),
         "findings": [vars(f) | {"decision": f.decision.name} for f in found],
         "repro": test.repro(bad, now),
+        "reproduce": f"bumpgate reproduce --program {program} {sides}" if program else "",
     }
 
 
@@ -185,6 +189,8 @@ def text(raw: Mapping[str, Any], span: Range) -> str:
         f" {len(span.versions)} versions; a fault that comes and goes between two of them is not seen"
     )
     lines.append(f"{'again':11} {raw['repro']}")
+    if raw["reproduce"]:
+        lines.append(f"{'reproduce':11} {raw['reproduce']}")
     return "\n".join(lines)
 
 

@@ -158,6 +158,10 @@ class Test:
         """Return the command that repeats the failure in the environment of the bad neighbour."""
         raise NotImplementedError
 
+    def program(self, reading: Reading | None) -> str:
+        """Return the place of a program that shows the failure, as `bumpgate reproduce` takes it; "" without one."""
+        return ""
+
 
 Build = Callable[[Request], Environment]
 
@@ -306,6 +310,10 @@ class CommandTest(Test):
         path = "" if "{python}" in self.command else f"PATH={environment.python.parent}:$PATH "
         return f"{path}{self.line(environment)}"
 
+    def program(self, reading: Reading | None) -> str:
+        script = re.fullmatch(r"\{python\} ([\w./-]+\.py)", self.command)
+        return script[1] if script else ""
+
 
 def _missing_module(log: Path, environment: Environment) -> str:
     """Return the missing module that the last exception in a log names; "" if a package of the environment has it."""
@@ -437,6 +445,11 @@ class SuiteTest(Test):
         node = next((n for n in (rows.get(name, name) for name in self.deciding) if "::" in n), "")
         options = runner.options_of(self.selection, record)
         return runner.by_hand(environment.python, self.root, investigate(self.lane, node), options)
+
+    def program(self, reading: Reading | None) -> str:
+        record = reading.record if reading else None
+        programs = {j.row.id: j.row.program for j in record.judgements} if record else {}
+        return next(filter(None, map(programs.get, self.deciding)), "")
 
     def _verdict(self, seen: Signals, name: str) -> Verdict:
         """Return a row's verdict in a reading; REGRESSION also if its value is worse than at the good endpoint.

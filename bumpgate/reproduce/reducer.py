@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import copy
 import hashlib
 import json
@@ -201,7 +202,10 @@ def _smaller_number(tree: ast.Module, number: int) -> ast.Module | None:
 
 
 def _tidy(tree: ast.Module, keep: frozenset[str]) -> str | None:
-    """Return the source without imports and definitions that nothing names; None if it does not parse."""
+    """Return the source without imports and definitions that nothing names.
+
+    None if it does not parse, or names what nothing in it binds: such a try needs no run.
+    """
     tree = copy.deepcopy(tree)
     while True:
         used = {
@@ -211,12 +215,31 @@ def _tidy(tree: ast.Module, keep: frozenset[str]) -> str | None:
         if len(left) == len(tree.body):
             break
         tree.body = left
+    if used - keep - _bound(tree):
+        return None
     try:
         text = ast.unparse(ast.fix_missing_locations(tree))
         compile(text, "program", "exec")
     except (SyntaxError, ValueError):
         return None
     return text
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Every name that the program binds somewhere, and Python's own."""
+    bound = set(dir(builtins)) | {"__file__", "__name__"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            bound.add(node.id)
+        elif isinstance(
+            node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar
+        ):
+            bound.add(node.name or "")
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add(node.asname or node.name.partition(".")[0])
+    return bound
 
 
 def _unused(statement: ast.stmt, used: set[str]) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +10,11 @@ from pathlib import Path
 
 from bumpgate.core.errors import BumpgateError, one_line
 from bumpgate.core.rows import write_atomic
-from bumpgate.reproduce.proof import NEITHER, Bench, Environment, Proof, holds, prove
+from bumpgate.reproduce.fault import Shown, better, probe, shown
+from bumpgate.reproduce.proof import Bench, Environment, Proof, prove
 from bumpgate.reproduce.reducer import Journal, reduce
-from bumpgate.reproduce.standalone import COUNTED, HEAD, JUDGED, PROBED, TRIED, TRIED_PLAIN, Program
+from bumpgate.reproduce.standalone import COUNTED, HEAD, JUDGED, TRIED, TRIED_PLAIN, Program
 
-MARK = re.compile(r"^(RETURNED|RAISED) (.*)$", re.MULTILINE)
-WIDTH = 60
 # Values of both sides must differ by this factor at least for a limit between them to hold in other runs.
 APART = 1.1
 READINGS = 3
@@ -60,35 +57,42 @@ def reproduce(
     """Reduce a program and prove it. Raises InseparableError if the two environments give the same result.
 
     kept: path of the smallest program so far; its journal lies next to it.
-    seconds: limit of the reduction. times: proving runs in each environment.
+    seconds: limit of the whole, which keeps the time for the proof. times: proving runs in each environment.
     """
     started = time.monotonic()
-    frame = _frame(program, bench) if program.name else ""
-    start = program.text + frame
-    bad = bench.run(bench.bad, start)
-    good = bench.run(bench.good, start)
-    if not program.name and bad.code == 0 != good.code:
-        bench.swapped()
-        good, bad = bad, good
-    if good.code or not bad.code or bad.code == NEITHER:
-        raise InseparableError(
-            f"both environments give the same result: {bench.good} ends with {good.code} ({good.last}),"
-            f" {bench.bad} with {bad.code} ({bad.last})"
-        )
-    say(f"{bench.good}: {good.last}\n{bench.bad}: {bad.last}")
+    name = program.name
+    right, wrong = _both(program, bench)
+    limit = _limit(program, bench, right, wrong) if name and not wrong.faults else None
+    say(f"{bench.good}: {right}\n{bench.bad}: {wrong}")
+    start = time.monotonic()
+    whole_text = program.text + _frame(program, right, wrong, limit)
+    write_atomic(kept, whole_text)
+    first = prove(bench, whole_text, 1)
+    if first.fault:
+        raise InseparableError(f"the program does not separate them: {first.fault}; it is kept in {kept}")
+    until = started + seconds - times * (time.monotonic() - start)
+
+    def run(side: Environment, text: str) -> Shown | None:
+        return shown(bench.run(side, probe(text, name)), name)
 
     def still(text: str) -> bool:
-        if not holds(bench, text + frame, bad):
+        bad = run(bench.bad, text)
+        if not bad or bad.signature != wrong.signature or not _beyond(bad, limit):
             return False
-        write_atomic(kept, text + frame)
+        good = run(bench.good, text)
+        if not good or good.faults or type(good.value) is not type(right.value):
+            return False
+        if limit is not None and _beyond(good, limit):
+            return False
+        write_atomic(kept, text + _frame(program, right, bad, limit))
         return True
 
-    until = started + seconds
-    keep = frozenset({program.name} if program.name else ())
+    keep = frozenset({name} if name else ())
     text = reduce(program.text, still, Journal(kept.with_suffix(".journal")), until, keep)
     whole = time.monotonic() < until
-    write_atomic(kept, text + frame)
-    body = _with_head(program, text + frame, bench, good.last, bad.last)
+    right, wrong = run(bench.good, text) or right, run(bench.bad, text) or wrong
+    body = _with_head(program, text + _frame(program, right, wrong, limit), bench, right, wrong)
+    write_atomic(kept, body)
     proof = prove(bench, body, times)
     found = Reproduction(
         program, body, bench.good, bench.bad, proof, bench.runs, time.monotonic() - started, whole
@@ -98,68 +102,64 @@ def reproduce(
     return found
 
 
-def _frame(program: Program, bench: Bench) -> str:
-    """Return what calls the program and ends with 0 or 1; put the side that is wrong into `bench.bad`.
-
-    A list has a line for each fault. A number is compared with a limit between the values of both sides.
-    """
-    first = program.text + HEAD
-    sides = {}
+def _both(program: Program, bench: Bench) -> tuple[Shown, Shown]:
+    """Run the program on both sides, and put the side that is wrong into `bench.bad`."""
+    found = []
     for side in (bench.good, bench.bad):
-        outcome = bench.run(side, first + PROBED.format(name=program.name))
-        marks = MARK.findall(outcome.text)
-        if not marks:
+        outcome = bench.run(side, probe(program.text, program.name))
+        one = shown(outcome, program.name)
+        if one is None:
             raise InseparableError(
                 f"{program.name} returned neither a list nor a number under {side}: {outcome.last}"
             )
-        sides[side.name] = marks[-1][0], json.loads(marks[-1][1])
-    (ended, right), (raised, wrong) = sides[bench.good.name], sides[bench.bad.name]
-    if ended == "RAISED" or (raised == "RETURNED" and _better(wrong, right)):
+        found.append(one)
+    right, wrong = found
+    if better(wrong, right):
         bench.swapped()
-        (ended, right), (raised, wrong) = (raised, wrong), (ended, right)
-    if ended == "RAISED" or (raised == "RETURNED" and right == wrong):
+        right, wrong = wrong, right
+    if not better(right, wrong):
         raise InseparableError(
-            f"both environments give the same result: {bench.good} {one_line(right)}, {bench.bad} {one_line(wrong)}"
+            f"both environments give the same result: {bench.good} {right}, {bench.bad} {wrong}"
         )
-    if raised == "RAISED":
-        call = TRIED.format(name=program.name, words=_words(wrong))
-        ends = JUDGED if isinstance(right, list) else "\nprint(found)\nsys.exit(isinstance(found, list))\n"
-    else:
-        call = TRIED_PLAIN.format(name=program.name)
-        ends = JUDGED
-        if not isinstance(right, list):
-            ends = COUNTED.format(what=program.title, limit=_limit(program, bench, right, wrong))
-    return HEAD + call + ends
+    return right, wrong
 
 
-def _words(error: str) -> str:
-    """Return the words of an exception that stay equal on other machines: without addresses and paths."""
-    lines = [line for line in error.splitlines() if line.strip() and not line.rstrip().endswith(":")]
-    words = one_line((lines or [error])[0], WIDTH)
-    return re.split(r"0x[0-9a-f]+|/\w", words)[0].strip().removesuffix("...")
+def _beyond(found: Shown, limit: float | None) -> bool:
+    return limit is None or (isinstance(found.value, int | float) and found.value > limit)
 
 
-def _better(one: object, other: object) -> bool:
-    """Whether a result has fewer faults, or is the smaller number."""
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == 0 < len(other)
-    numbers = isinstance(one, int | float) and isinstance(other, int | float)
-    return numbers and one < other  # type: ignore[operator]
+def _frame(program: Program, right: Shown, wrong: Shown, limit: float | None) -> str:
+    """Return what calls the program and ends with 0 or 1.
+
+    A list has a line for each fault. A number is compared with a limit between the values of both sides. A script has
+    its own end.
+    """
+    if not program.name:
+        return ""
+    if wrong.kind == "RAISED":
+        call = TRIED.format(name=program.name, words=wrong.words)
+        ends = (
+            JUDGED if isinstance(right.value, list) else "\nprint(found)\nsys.exit(isinstance(found, list))\n"
+        )
+        return HEAD + call + ends
+    call = TRIED_PLAIN.format(name=program.name)
+    if isinstance(right.value, list):
+        return HEAD + call + JUDGED
+    return HEAD + call + COUNTED.format(what=program.title, limit=limit)
 
 
-def _limit(program: Program, bench: Bench, right: float, wrong: float) -> float:
+def _limit(program: Program, bench: Bench, right: Shown, wrong: Shown) -> float:
     """Return a limit between the numbers of both sides; above it lies the wrong one.
 
     A whole number repeats, so that the right one is the limit. Others are read again, until their ranges are known.
     """
-    if isinstance(right, int) and isinstance(wrong, int):
-        return right
-    first = program.text + HEAD
-    reads: dict[str, list[float]] = {bench.good.name: [right], bench.bad.name: [wrong]}
+    if isinstance(right.value, int) and isinstance(wrong.value, int):
+        return right.value
+    reads: dict[str, list[float]] = {bench.good.name: [right.value], bench.bad.name: [wrong.value]}
     for _ in range(READINGS - 1):
         for side in (bench.good, bench.bad):
-            marks = MARK.findall(bench.run(side, first + PROBED.format(name=program.name)).text)
-            reads[side.name] += [float(json.loads(value)) for kind, value in marks if kind == "RETURNED"]
+            read = shown(bench.run(side, probe(program.text, program.name)), program.name)
+            reads[side.name] += [float(read.value)] if read and read.kind == "RETURNED" else []
     high, low = max(reads[bench.good.name]), min(reads[bench.bad.name])
     if not low > APART * high:
         raise InseparableError(
@@ -169,7 +169,7 @@ def _limit(program: Program, bench: Bench, right: float, wrong: float) -> float:
     return float(f"{math.sqrt(high * low) if high > 0 else (high + low) / 2:.3g}")
 
 
-def _with_head(program: Program, text: str, bench: Bench, right: str, wrong: str) -> str:
+def _with_head(program: Program, text: str, bench: Bench, right: Shown, wrong: Shown) -> str:
     """Return the file: a docstring with what was expected and measured, then the program."""
     title = one_line(program.title, 110).replace("\\", "/").replace('"""', "'''").rstrip(".")
     lines = [
@@ -183,5 +183,5 @@ def _with_head(program: Program, text: str, bench: Bench, right: str, wrong: str
     return "\n".join(lines) + "\n\n" + text.strip() + "\n"
 
 
-def _quoted(line: str) -> str:
-    return one_line(line, 100).replace("\\", "/").replace('"""', "'''")
+def _quoted(found: Shown) -> str:
+    return one_line(str(found), 100).replace("\\", "/").replace('"""', "'''")

@@ -41,14 +41,20 @@ COUNTED = """
 print({what!r}, found)
 sys.exit(bool(found > {limit!r}))
 """
-# The first run of a program: what it returned, or raised.
+# A run whose result bumpgate judges: what the program returned, or raised and where.
 PROBED = """
-import json
+
+import json, sys, traceback, torch
+torch.manual_seed(0)
 try:
     found = {name}()
-    print("\\nRETURNED", json.dumps(found))
 except Exception as error:
-    print("\\nRAISED", json.dumps(f"{{type(error).__name__}}: {{error}}"))
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    _, installed, within = at.filename.rpartition("/site-packages/")
+    place = (within if installed else "program") + ":" + at.name
+    print("\\nRAISED", json.dumps([f"{{type(error).__name__}}: {{error}}", place]))
+else:
+    print("\\nRETURNED", json.dumps(found))
 """
 
 

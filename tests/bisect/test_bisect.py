@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from tests.support.builds import (
 from tests.support.lane_files import declare_lanes
 from tests.support.local_index import LocalIndex, fake_wheel, isolated
 from tests.support.project import HEAD, REPO
+from tests.support.reports import bumpgate
 
 pytestmark = pytest.mark.long(64)
 
@@ -125,9 +127,12 @@ def test_libraries_that_torch_pins_are_named_apart_from_it(
 SUITE = f"""{HEAD}
 import torch
 
+def breaks():
+    return torch.graph_breaks()
+
 @lanes("cpu")
 def test_breaks(lane, row):
-    row.count("compile/model/graph_breaks", torch.graph_breaks(), expected=13, **COUNT)
+    row.count("compile/model/graph_breaks", breaks(), expected=13, program=breaks, **COUNT)
 
 @lanes("cpu")
 def test_red_everywhere(lane, row):
@@ -175,6 +180,13 @@ def test_lane_bisect_decides_by_rows_differing_between_ends(
     assert [change["name"] for change in answer["at_fault"]] == ["torch"]
     assert answer["findings"][0]["adopted"] == ["compile/model/graph_breaks: 13 breaks"]
     assert answer["findings"][0]["candidate"] == ["compile/model/graph_breaks: 14 breaks (C6, limit = 13)"]
+
+    monkeypatch.chdir(tree)  # the printed command writes a file that separates the two versions
+    _, *words = shlex.split(answer["reproduce"])
+    assert bumpgate(monkeypatch, *words) == 0
+    file = tree / "suites_compile_test_a_py_breaks.py"
+    ends = [subprocess.run([words[n], file], capture_output=True).returncode for n in (-3, -1)]
+    assert (ends, "import bumpgate" in file.read_text()) == ([0, 1], False)
 
 
 def test_bisect_starts_nothing_but_its_probes(

@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from bumpgate.core.rows import Record, Verdict
+from bumpgate.gate.verdict import Side
+from bumpgate.reproduce.fault import Shown
 from bumpgate.reproduce.reducer import Journal, reduce
 from bumpgate.reproduce.standalone import ProgramError, load
-from tests.support.reports import bumpgate
+from tests.support.reports import BREAKS, HERE, OTHER, THERE, TIMED, bumpgate, judged, row, write_gate
 
 HELPERS = '''
 import math
@@ -75,7 +78,31 @@ def seconds():
 
 def close():
     return 1.0 + torch.wrong / 20
+
+def neighbours():
+    """The output is wrong."""
+    lines = []
+    for n in range(2):
+        lines = lines + same(4, 4 + torch.wrong)
+    return lines + [f"gradient 0: {n}, expected 0" for n in range(torch.wrong)]
+
+def two_places():
+    if torch.wrong:
+        torch.lowered(4)
+    torch.traced(4)
+    return []
 '''
+TORCH = """
+wrong = {wrong}
+manual_seed = int
+
+def lowered(x):
+    raise RuntimeError(f"no kernel of this size: {{x}}")
+
+def traced(x):
+    if wrong:
+        raise RuntimeError(f"no kernel of this size: {{x}}")
+"""
 
 
 @pytest.fixture
@@ -86,10 +113,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "shapes.py").write_text("WIDTH = 64\n")
     (tmp_path / "programs.py").write_text(PROGRAMS)
     for name, wrong in (("adopted", 0), ("candidate", 1)):
-        modules = tmp_path / name / "modules"
+        modules = tmp_path / name / "site-packages"
         modules.mkdir(parents=True)
-        source = f"wrong = {wrong}\nmanual_seed = int\n"
-        (modules / "torch.py").write_text(source)
+        (modules / "torch.py").write_text(TORCH.format(wrong=wrong))
         python = tmp_path / name / "python"
         python.write_text(f'#!/bin/sh\nPYTHONPATH={modules} exec {sys.executable} "$@"\n')
         python.chmod(0o755)
@@ -179,6 +205,75 @@ def test_what_does_not_separate_is_said_and_not_written(
     assert (code, words in printed, (project / "found.py").exists()) == (1, True, False), printed
 
 
+@pytest.mark.parametrize(
+    ("name", "own", "neighbour"),
+    [("neighbours", "compared(", "gradient"), ("two_places", "lowered(", "traced(")],
+)
+def test_a_reduction_keeps_its_own_fault(
+    project: Path, reproduce: Reproduce, name: str, own: str, neighbour: str
+) -> None:
+    """The neighbour alone would separate the two sides as well."""
+    code, printed = reproduce(f"programs.py:{name}")
+    assert (code, ends(project)) == (0, [0, 1]), printed
+    text = (project / "found.py").read_text()
+    assert (own in text, neighbour in text) == (True, False), text
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "same"),
+    [
+        ("output 0: 3 of 4 differ by 0.5", "output 0: 1 of 2 differ by 1e-05", True),
+        ("output 0: difference 0.5 at index (0, 1)", "output 0: difference 2.0 at index (0,)", True),
+        ("output 0: expected 1.0, got 2.0", "gradient 0: expected 1.0, got 2.0", False),
+        ("output 0: expected 1.0, got 2.0", "output 0: expected 1.0, got nan", False),
+        ("output 0: difference 1.0", "output 0: the dtypes differ", False),
+    ],
+)
+def test_a_fault_is_recognised_by_its_value_and_kind(line: str, other: str, same: bool) -> None:
+    one, two = (Shown("RETURNED", [text]) for text in (line, other))
+    assert (one.signature == two.signature) is same
+
+
+@pytest.fixture
+def gate(project: Path) -> Path:
+    """A gate that holds for three counts: one without a program, one whose program shows nothing, one that shows it."""
+    programs = {BREAKS: "", OTHER: "programs.py:counted", TIMED: "programs.py:right"}
+    records = [
+        Record(
+            provenance,
+            tuple(judged(verdict, row(id, value, program=place)) for id, place in programs.items()),
+        )
+        for provenance, verdict, value in ((HERE, Verdict.PASS, 13), (THERE, Verdict.CHANGED, 17))
+    ]
+    pythons = str(project / "adopted/python"), str(project / "candidate/python")
+    sides = (Side(f"torch {r.provenance['torch']}", r) for r in records)
+    return write_gate(project, *sides, pythons=pythons)[0]
+
+
+def test_a_gate_names_the_program_and_both_interpreters(
+    project: Path, gate: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a row, the worst finding that has a program is written."""
+    assert bumpgate(monkeypatch, "reproduce", str(gate), "--out", "found.py") == 0, capsys.readouterr()
+    assert ends(project) == [0, 1]
+    assert "Graph breaks" in (project / "found.py").read_text()
+    assert bumpgate(monkeypatch, "reproduce", str(gate), BREAKS) == 4
+    assert f"{BREAKS}: its test names no program" in capsys.readouterr().err
+
+
+def test_a_record_needs_the_row_and_both_interpreters(
+    project: Path, gate: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = str(gate.with_name("candidate.json"))
+    assert bumpgate(monkeypatch, "reproduce", record) == 4
+    assert "a record needs the ROW to reproduce" in capsys.readouterr().err
+    assert bumpgate(monkeypatch, "reproduce", record, OTHER, "--candidate", "candidate/python") == 4
+    assert "the adopted side has no interpreter: name it with --adopted PYTHON" in capsys.readouterr().err
+    sides = ("--adopted", "adopted/python", "--candidate", "candidate/python")
+    assert bumpgate(monkeypatch, "reproduce", record, OTHER, *sides, "--out", "found.py") == 0
+    assert ends(project) == [0, 1]
+
+
 def test_a_result_that_does_not_repeat_is_not_proved(project: Path, reproduce: Reproduce) -> None:
     code, printed = reproduce("programs.py:unsteady", "--minutes", "0")
     assert code == 1, printed
@@ -218,7 +313,7 @@ def test_the_reducer_keeps_what_the_predicate_needs(tmp_path: Path) -> None:
     found = reduce(
         text, lambda t: "print" in t and "f(1)" in t, Journal(tmp_path / "j"), time.monotonic() + 60
     )
-    assert found == "def f(x):\n    print(n)\nf(1)"
+    assert found == "def f(x):\n    for n in x:\n        print(n)\nf(1)"
 
 
 def test_a_continued_reduction_asks_nothing_twice(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ WEEKS = 12
 FIRST_DAY = datetime(2026, 1, 5, tzinfo=timezone.utc)
 TORCH = """
 import triton
-FAULT = {fault}
+FAULT, manual_seed = {fault}, int
 def graph_breaks():
     return 13 + FAULT + triton.FAULT
 """

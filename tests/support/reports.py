@@ -94,13 +94,15 @@ def write_gate(
     selection: tuple[str, ...] = (),
     sessions: int | None = None,
     binding: Binding | None = None,
+    pythons: tuple[str, str] = ("", ""),
 ) -> tuple[Path, GateVerdict]:
     """Write gate.json as the gate does, with adopted.json, candidate.json and its verdict.
 
     timed: row id -> outcome, ratio and number of the sessions that are made up for it.
+    pythons: interpreters of both sides.
     """
     sides = {}
-    for key, side in (("adopted", good), ("candidate", bad)):
+    for key, side, python in zip(("adopted", "candidate"), (good, bad), pythons, strict=True):
         if r := side.record:
             write_record(
                 folder / f"{key}.json", r.provenance, r.judgements, complete=r.complete, problems=r.problems
@@ -112,6 +114,7 @@ def write_gate(
             canaries=dict(side.canaries),
             measured=True,
             command=side.command,
+            python=python,
             packages={"torch": side.name.split()[-1], "numpy": "2.4.6"},
             git_version={"torch": r.provenance["torch_git"]} if r else {},
         )
