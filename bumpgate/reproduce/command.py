@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -19,6 +20,8 @@ from bumpgate.core.findings import Decision
 from bumpgate.core.gate_file import GateFile
 from bumpgate.core.rows import Record, write_atomic
 from bumpgate.core.text import some
+from bumpgate.reproduce import defect_row
+from bumpgate.reproduce.issue import TRACKERS, Known, body, known_issues, package, read_bisect, title
 from bumpgate.reproduce.proof import Bench, environment
 from bumpgate.reproduce.reproduction import Reproduction, reproduce
 from bumpgate.reproduce.standalone import load
@@ -41,9 +44,18 @@ class Options:
     ] = ""
     adopted: Annotated[str, Option(help="Interpreter of the adopted side, if it is not the gate's.")] = ""
     candidate: Annotated[str, Option(help="Interpreter of the candidate.")] = ""
+    lane: Annotated[str, Option(help="The lane of --row.")] = "cpu"
     out: Annotated[Path | None, Option(help="The file to write; by default its row's name.py.")] = None
     minutes: Annotated[float, Option(help="Time limit of the reduction.")] = 10.0
     times: Annotated[int, Option(help="Proving runs in each environment.")] = 3
+    issue: Annotated[
+        bool, Option("--issue", help="Also write NAME.md: the issue for upstream. Nothing is sent.")
+    ] = False
+    as_row: Annotated[
+        bool, Option("--row", help="Also write test_NAME.py: the defect row, run once on each side.")
+    ] = False
+    bisect: Annotated[Path | None, Option(help="bisect.json: its first bad version goes into both.")] = None
+    changed: Annotated[Path | None, Option(help="Markdown about the changed code, for the issue.")] = None
 
 
 @takes(Options)
@@ -59,7 +71,10 @@ def command(options: Options) -> None:
     if options.times < 1:
         raise ReproduceError(f"--times {options.times}: must be at least 1")
     row, program, pythons = chosen(options)
-    loaded = load(find_root(Path.cwd()), program)
+    root = find_root(Path.cwd())
+    loaded = load(root, program)
+    bisected = read_bisect(options.bisect)
+    changed = options.changed.read_text(encoding="utf-8") if options.changed else ""
     sides = [environment(name, Path(python)) for name, python in pythons.items()]
     target = options.out or Path(re.sub(r"\W+", "_", row or program).strip("_") + ".py")
     kept = target.with_suffix(".best.py")
@@ -71,6 +86,30 @@ def command(options: Options) -> None:
         path.unlink(missing_ok=True)
     shutil.rmtree(work, ignore_errors=True)
     typer.echo(summary(found, target, options.times))
+    name = package(found, bisected)
+    if options.issue:
+        _write_issue(
+            found, target.with_suffix(".md"), name, bisected, known_issues(root, found, program), changed
+        )
+    if options.as_row:
+        first = str(bisected.get("first") or "") if bisected.get("package") == name else ""
+        file = target.with_name(f"test_{target.stem}.py").absolute()
+        write_atomic(
+            file, defect_row.text(found, row, options.lane, defect_row.known_in(found, name, first), root)
+        )
+        typer.echo(f"wrote {file.name}: {defect_row.check(found, root, file, options.lane)}")
+
+
+def _write_issue(
+    found: Reproduction, file: Path, name: str, bisected: Mapping[str, Any], known: list[Known], changed: str
+) -> None:
+    """Write the issue's text, and print its title and what may be the same issue."""
+    write_atomic(file, body(found, name, bisected, known, changed))
+    typer.echo(f"wrote {file}, an issue for {TRACKERS[name]}; it is not sent\ntitle: {title(found, name)}")
+    for one in known:
+        typer.echo(f"may be known: {one.link} ({one.why})")
+    if not known:
+        typer.echo("no known issue has its signature; search there for its title before you send it")
 
 
 def summary(found: Reproduction, target: Path, times: int) -> str:

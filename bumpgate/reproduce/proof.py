@@ -21,6 +21,8 @@ from bumpgate.process.runner import child_environment
 TRY_SECONDS = 120.0
 NEITHER = 125
 TIMED_OUT = -9
+# Inductor believes the CPU's list of vector instructions: its own check imports torch anew for each of them.
+SETTINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 # A server that has imported torch and compiled once, and runs each program in a fork: both take longer than most
 # programs. Where there is a GPU it does not compile: CUDA does not survive a fork.
 SERVER = r"""
@@ -157,7 +159,7 @@ class Bench:
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
             "TRITON_CACHE_DIR": str(caches / "triton"),
         }
-        return {"TORCHINDUCTOR_COMPILE_THREADS": "1", **found, "PYTHONSAFEPATH": "1"}
+        return SETTINGS | found | {"PYTHONSAFEPATH": "1"}
 
     def _server(self, side: Environment) -> subprocess.Popen[str]:
         server = self._servers.get(side.name)

@@ -31,14 +31,18 @@ class Reproduction:
     """A file and what is known about it.
 
     program: its title and name.
-    text: the file. lines: of it.
+    source: the reduced program. text: the file. lines: of it.
+    wrong: what it shows on the bad side. limit: of a number, None for any other fault.
     good, bad: the environments in which it is right and wrong.
     proof: its runs in fresh processes.
     runs, seconds: what finding it took. whole: False if the time limit ended the reduction.
     """
 
     program: Program
+    source: str
     text: str
+    wrong: Shown
+    limit: float | None
     good: Environment
     bad: Environment
     proof: Proof
@@ -94,8 +98,9 @@ def reproduce(
     body = _with_head(program, text + _frame(program, right, wrong, limit), bench, right, wrong)
     write_atomic(kept, body)
     proof = prove(bench, body, times)
+    took = time.monotonic() - started
     found = Reproduction(
-        program, body, bench.good, bench.bad, proof, bench.runs, time.monotonic() - started, whole
+        program, text, body, wrong, limit, bench.good, bench.bad, proof, bench.runs, took, whole
     )
     if proof.fault:
         raise InseparableError(f"{proof.fault}; the smallest program so far is {kept}")

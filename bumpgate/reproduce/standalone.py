@@ -107,7 +107,10 @@ def load(root: Path, place: str) -> Program:
     try:
         if not name:
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            return Program((ast.get_docstring(tree) or path.stem).splitlines()[0], ast.unparse(tree), "")
+            title = (ast.get_docstring(tree) or path.stem).splitlines()[0]
+            if ast.get_docstring(tree) is not None:
+                del tree.body[0]
+            return Program(title, ast.unparse(tree), "")
         return _Inliner(root).program(path, name)
     except SyntaxError as error:
         raise ProgramError(f"{place}: {error}; write it in the Python that runs bumpgate") from None

@@ -5,6 +5,7 @@ The environments are this Python with a module named torch, whose `wrong` says w
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from bumpgate.gate.verdict import Side
 from bumpgate.reproduce.fault import Shown
 from bumpgate.reproduce.reducer import Journal, reduce
 from bumpgate.reproduce.standalone import ProgramError, load
+from tests.support.lane_files import write_lane
 from tests.support.reports import BREAKS, HERE, OTHER, THERE, TIMED, bumpgate, judged, row, write_gate
 
 HELPERS = '''
@@ -114,8 +116,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "programs.py").write_text(PROGRAMS)
     for name, wrong in (("adopted", 0), ("candidate", 1)):
         modules = tmp_path / name / "site-packages"
-        modules.mkdir(parents=True)
-        (modules / "torch.py").write_text(TORCH.format(wrong=wrong))
+        (modules / "torch").mkdir(parents=True)
+        (modules / "torch/__init__.py").write_text(TORCH.format(wrong=wrong))
+        (modules / "torch/version.py").write_text(f"__version__ = '2.1{3 + wrong}.0'\n")
+        installed = modules / f"torch-2.1{3 + wrong}.0.dist-info"
+        installed.mkdir()
+        (installed / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: torch\nVersion: 2.1{3 + wrong}.0\n"
+        )
         python = tmp_path / name / "python"
         python.write_text(f'#!/bin/sh\nPYTHONPATH={modules} exec {sys.executable} "$@"\n')
         python.chmod(0o755)
@@ -272,6 +280,64 @@ def test_a_record_needs_the_row_and_both_interpreters(
     sides = ("--adopted", "adopted/python", "--candidate", "candidate/python")
     assert bumpgate(monkeypatch, "reproduce", record, OTHER, *sides, "--out", "found.py") == 0
     assert ends(project) == [0, 1]
+
+
+CORPUS = '''
+@regression("tracing", 4711, bad="2.14.1", good="2.13.0", error="no kernel of this name")
+def lowering():
+    """A kernel is lowered."""
+'''
+
+
+def test_an_issue_has_the_template_the_bisect_and_what_may_be_known(
+    project: Path, reproduce: Reproduce
+) -> None:
+    (project / "corpus").mkdir()
+    (project / "corpus/cases.py").write_text(CORPUS)
+    bisected = {"suspects": ["2.14.0"], "package": "torch", "first": "2.14.0", "last": "2.13.0"}
+    (project / "bisect.json").write_text(
+        json.dumps(bisected | {"compare": ["https://github.com/a/b/compare/c"]})
+    )
+    (project / "changed.md").write_text("-old kernel\n+new kernel\n")
+    more = ("--issue", "--bisect", "bisect.json", "--changed", "changed.md")
+    code, printed = reproduce("programs.py:raised", *more)
+    text = (project / "found.md").read_text()
+    assert code == 0, printed
+    assert "may be known: https://github.com/pytorch/pytorch/issues/4711 (its error is" in printed
+    assert "an issue for https://github.com/pytorch/pytorch/issues; it is not sent" in printed
+    headings = re.findall("^### .*", text, re.MULTILINE)
+    assert headings == ["### 🐛 Describe the bug", "### Changed code", "### Error logs", "### Versions"]
+    for part in (
+        "First bad version: torch 2.14.0, after 2.13.0.",
+        "Commits between them: https://github.com/a/b/compare/c",
+        (project / "found.py").read_text().strip(),
+        "+new kernel",
+        "RuntimeError: no kernel of this name",
+    ):
+        assert part in text
+    code, printed = reproduce("programs.py:counted", "--issue")
+    assert "no known issue has its signature" in printed
+
+
+def test_a_file_that_is_no_bisect_is_named(project: Path, reproduce: Reproduce) -> None:
+    (project / "bisect.json").write_text("{}")
+    code, printed = reproduce("programs.py:counted", "--issue", "--bisect", "bisect.json")
+    assert (code, "no bisect.json; name the file that `bumpgate bisect` writes" in printed) == (4, True), (
+        printed
+    )
+
+
+@pytest.mark.parametrize("name", ["listed", "counted", "raised"])
+def test_a_defect_row_is_red_on_one_side_and_green_on_the_other(
+    project: Path, reproduce: Reproduce, name: str
+) -> None:
+    write_lane(project, "cpu")
+    code, printed = reproduce(f"programs.py:{name}", "--row")
+    assert code == 0, printed
+    assert "red under torch 2.14.0, green under torch 2.13.0, each without its range" in printed
+    text = (project / "test_found.py").read_text()
+    assert f"def test_{name}(row):" in text
+    assert "known_in='torch==2.14.0'" in text
 
 
 def test_a_result_that_does_not_repeat_is_not_proved(project: Path, reproduce: Reproduce) -> None:
