@@ -52,7 +52,7 @@ def reduce(
     until: time.monotonic() after which no further try begins.
     keep: names of functions that stay.
     """
-    best = text
+    best, size = text, _size(ast.unparse(ast.parse(text)))
     progress = True
     while progress:
         progress = False
@@ -62,18 +62,26 @@ def reduce(
                 if smaller is None:
                     break
                 tried = _tidy(smaller, keep)
-                if tried is None or _size(tried) >= _size(best) or not journal.ask(tried, predicate):
+                if tried is None or _size(tried) >= size or not journal.ask(tried, predicate):
                     break
-                best, progress = tried, True
+                best, size, progress = tried, _size(tried), True
     return best
 
 
 def _attempts(text: str, keep: frozenset[str]) -> Iterator[Callable[[ast.Module], ast.Module | None]]:
-    """Yield edits, the largest first: runs of statements, then compound statements by their bodies, then details.
+    """Yield edits, the largest first: settings, tables, runs of statements, bodies of compound ones, details.
 
-    An edit that succeeded is tried again at once, on what then stands at its place.
+    Settings are the defaults of the functions that stay. An edit that succeeded is tried again at once, on what then
+    stands at its place.
     """
-    places = list(_statements(ast.parse(text)))
+    tree = ast.parse(text)
+    for setting, default in enumerate(_settings(tree, keep)):
+        for index in reversed(range(len(getattr(default, "elts", "1")))):
+            yield lambda tree, at=(setting, index): _smaller_setting(tree, keep, *at)  # type: ignore[misc]
+    for number, node in enumerate(ast.walk(tree)):
+        for index in reversed(range(len(node.keys) if isinstance(node, ast.Dict) else 0)):
+            yield lambda tree, at=(number, index): _without_entry(tree, *at)  # type: ignore[misc]
+    places = list(_statements(tree))
     run = len(places)
     while run:
         for begin in range(len(places) - run, -1, -max(1, run)):
@@ -92,6 +100,33 @@ def _attempts(text: str, keep: frozenset[str]) -> Iterator[Callable[[ast.Module]
     ):
         for number in range(len(list(ast.walk(ast.parse(text))))):
             yield lambda tree, kind=kind, number=number: kind(tree, number)  # type: ignore[misc]
+
+
+def _settings(tree: ast.Module, keep: frozenset[str]) -> list[ast.expr]:
+    """The defaults of the parameters of the functions that stay, in their order."""
+    stay = [s for s in tree.body if isinstance(s, ast.FunctionDef) and s.name in keep]
+    return [default for function in stay for default in function.args.defaults]
+
+
+def _smaller_setting(tree: ast.Module, keep: frozenset[str], setting: int, index: int) -> ast.Module | None:
+    """Drop an entry of a setting that is a tuple or a list, halve a number."""
+    default = _settings(tree, keep)[setting]
+    if isinstance(default, ast.Tuple | ast.List) and len(default.elts) > max(1, index):
+        del default.elts[index]
+    elif isinstance(default, ast.Constant) and type(default.value) is int and default.value > 1:
+        default.value //= 2
+    else:
+        return None
+    return tree
+
+
+def _without_entry(tree: ast.Module, number: int, index: int) -> ast.Module | None:
+    """Drop an entry of a dictionary, and thereby what only it names."""
+    node = _node(tree, number)
+    if not (isinstance(node, ast.Dict) and len(node.keys) > max(1, index)):
+        return None
+    del node.keys[index], node.values[index]
+    return tree
 
 
 def _statements(tree: ast.AST, place: Place = ()) -> Iterator[Place]:

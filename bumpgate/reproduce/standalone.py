@@ -171,6 +171,10 @@ class _Inliner:
         if id(statement) not in self.done:
             self.done.add(id(statement))
             self.body.append(_Rewriter(self, module).rewrite(statement))
+            for follower in module.tree.body:
+                if id(follower) not in self.done and _registers_on(follower) == name:
+                    self.done.add(id(follower))
+                    self.body.append(_Rewriter(self, module).rewrite(follower))
         return self.output[key]
 
     def imported(self, module: Module, statement: ast.Import | ast.ImportFrom, name: str) -> str:
@@ -249,7 +253,8 @@ class _Rewriter(ast.NodeTransformer):
         return self.without_docstring(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        if not node.decorator_list:
+        fields = any(isinstance(base, ast.Name) and base.id == "NamedTuple" for base in node.bases)
+        if not node.decorator_list and not fields:
             node.body = [_plain(s) for s in node.body]
         return self.without_docstring(node)
 
@@ -260,6 +265,18 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(found, ast.FunctionDef | ast.ClassDef) and found.name in self.module.names:
             found.name = self.inliner.output.get((self.module.path, found.name), found.name)
         return found
+
+
+def _registers_on(statement: ast.stmt) -> str:
+    """The name whose method a top-level statement calls, as `@op.register_fake` and `op.register_autograd(...)` do."""
+    calls: list[ast.expr] = statement.decorator_list if isinstance(statement, FunctionNode) else []
+    if isinstance(statement, ast.Expr):
+        calls = [statement.value]
+    for call in calls:
+        method = call.func if isinstance(call, ast.Call) else call
+        if isinstance(method, ast.Attribute) and isinstance(method.value, ast.Name):
+            return method.value.id
+    return ""
 
 
 def _plain(statement: ast.stmt) -> ast.stmt:

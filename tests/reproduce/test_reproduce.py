@@ -382,6 +382,42 @@ def test_the_reducer_keeps_what_the_predicate_needs(tmp_path: Path) -> None:
     assert found == "def f(x):\n    for n in x:\n        print(n)\nf(1)"
 
 
+SETTINGS = """
+class Dense: pass
+class Routed: pass
+BLOCKS = {"dense": Dense, "routed": Routed}
+
+def built(kinds=("dense", "routed"), width=64):
+    return [BLOCKS[kind](width) for kind in kinds]
+"""
+
+
+def test_settings_shrink_first_and_take_their_blocks_along(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def predicate(text: str) -> bool:
+        asked.append(text)
+        kept = "kinds=('dense', 'routed')" in text or "kinds=('routed',)" in text
+        return kept and "Routed}" in text and "width=" in text
+
+    found = reduce(SETTINGS, predicate, Journal(tmp_path / "j"), time.monotonic() + 60, frozenset({"built"}))
+    assert "kinds=('routed',), width=1" in found
+    assert "Dense" not in found
+    assert "kinds=('dense',), width=64" in asked[0]
+
+
+def test_what_registers_on_an_op_comes_with_it(project: Path) -> None:
+    (project / "ops.py").write_text(
+        "def op(x):\n    return x\nop.register = print\nop.register(1)\n@op.fake\ndef _(x):\n    return x\n"
+        "def other():\n    pass\nother.register(2)\n"
+    )
+    (project / "uses.py").write_text("from ops import op\ndef used():\n    return op(1)\n")
+    text = load(project, "uses.py:used").text
+    assert "op.register(1)" in text
+    assert "@op.fake" in text
+    assert "other" not in text
+
+
 def test_a_continued_reduction_asks_nothing_twice(tmp_path: Path) -> None:
     asked: list[str] = []
 
