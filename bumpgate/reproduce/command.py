@@ -82,8 +82,9 @@ def command(options: Options) -> None:
     with Bench(sides[0], sides[1], work) as bench:
         found = reproduce(loaded, bench, kept, 60 * options.minutes, options.times, typer.echo)
     write_atomic(target, found.text)
-    for path in (kept, kept.with_suffix(".journal")):
-        path.unlink(missing_ok=True)
+    kept.unlink(missing_ok=True)
+    if found.whole:
+        kept.with_suffix(".journal").unlink(missing_ok=True)
     shutil.rmtree(work, ignore_errors=True)
     typer.echo(summary(found, target, options.times))
     name = package(found, bisected)

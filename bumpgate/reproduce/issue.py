@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,10 +126,8 @@ def read_bisect(path: Path | None) -> dict[str, Any]:
     """Read a bisect.json, {} without a path. Raises BumpgateError."""
     if path is None:
         return {}
-    try:
+    with suppress(OSError, ValueError):
         raw = loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BumpgateError(f"{path}: cannot be read ({one_line(error)}); name a bisect.json") from None
-    if not isinstance(raw, dict) or "suspects" not in raw:
-        raise BumpgateError(f"{path}: no bisect.json; name the file that `bumpgate bisect` writes")
-    return raw
+        if isinstance(raw, dict) and "suspects" in raw:
+            return raw
+    raise BumpgateError(f"{path}: no bisect.json; name the file that `bumpgate bisect` writes")

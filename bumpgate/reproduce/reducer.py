@@ -19,9 +19,13 @@ Place = tuple[tuple[str, int], ...]
 
 @dataclass
 class Journal:
-    """Answers of the predicate, one a line of a file, so that a killed reduction repeats no try."""
+    """Answers of the predicate, one a line of a file, so that a killed reduction repeats no try.
+
+    about: what the answers depend on besides the program: environments, and the fault.
+    """
 
     path: Path
+    about: str = ""
 
     def __post_init__(self) -> None:
         self.answers: dict[str, bool] = {}
@@ -32,7 +36,7 @@ class Journal:
                 continue  # the last line of a killed process
 
     def ask(self, text: str, predicate: Callable[[str], bool]) -> bool:
-        key = hashlib.sha256(text.encode()).hexdigest()[:24]
+        key = hashlib.sha256(f"{self.about}\n{text}".encode()).hexdigest()[:24]
         if key not in self.answers:
             self.answers[key] = predicate(text)
             with self.path.open("a", encoding="utf-8") as file:

@@ -92,7 +92,8 @@ def reproduce(
         return True
 
     keep = frozenset({name} if name else ())
-    text = reduce(program.text, still, Journal(kept.with_suffix(".journal")), until, keep)
+    journal = Journal(kept.with_suffix(".journal"), f"{bench.good}: {right}; {bench.bad}: {wrong}")
+    text = reduce(program.text, still, journal, until, keep)
     whole = time.monotonic() < until
     right, wrong = run(bench.good, text) or right, run(bench.bad, text) or wrong
     body = _with_head(program, text + _frame(program, right, wrong, limit), bench, right, wrong)

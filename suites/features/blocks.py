@@ -1,7 +1,6 @@
 """Programs of the model's counts and numbers for `bumpgate reproduce`, which first reduces the settings of each.
 
-A program's parameters are its settings, in the order in which they shrink: block kinds, batches or tokens, width.
-B batch, T tokens, D model dim.
+A program's parameters are its settings, in the order in which they shrink. B batch, T tokens, D model dim.
 """
 
 from __future__ import annotations
@@ -13,35 +12,32 @@ from model.hybrid import BLOCKS, documents
 from model.presets import preset
 from suites.features.corpus.case import compiled_differs, one_graph
 
-# A block of each kind that needs no document ids.
-PLAIN = ("E",)
-
 
 def block_and_inputs(kind: str, tokens: int, width: int, batch: int = 2) -> tuple[nn.Module, list[Tensor]]:
-    """Return a block of the narrow hybrid, and its inputs: a stream (B,T,D), document ids and positions (B,T)."""
+    """Return a block of the narrow hybrid and its inputs: a stream (B,T,D), but for E document ids and positions."""
     config = preset("nam56r", d_model=width)
     ids = torch.randint(0, config.vocab_size, (batch, tokens))
     inputs = [torch.randn(batch, tokens, width), *documents(ids, config.bos_id)]
-    return BLOCKS[kind](config), inputs[:1] if kind in PLAIN else inputs
+    return BLOCKS[kind](config), inputs[: 1 if kind == "E" else 3]
 
 
-def graph_breaks(
-    kinds: tuple[str, ...] = ("A:gqa", "M:mamba3", "E", "R"), tokens: int = 64, width: int = 64
-) -> list[str]:
+def graph_breaks(kinds=("A:gqa", "M:mamba3", "E", "R"), tokens: int = 64, width: int = 64) -> list[str]:
     """A block of the hybrid no longer compiles to one graph."""
-    return [
-        f"{kind} {line}"
-        for kind in kinds
-        for block, inputs in [block_and_inputs(kind, tokens, width)]
-        for line in one_graph(block, *inputs)
-    ]
+    made = [(kind, *block_and_inputs(kind, tokens, width)) for kind in kinds]
+    return [f"{kind} {line}" for kind, block, inputs in made for line in one_graph(block, *inputs)]
 
 
-def recompiles(
-    kinds: tuple[str, ...] = ("A:gqa", "M:mamba3", "E", "R"),
-    batches: tuple[int, ...] = (1, 2, 3, 4),
-    width: int = 64,
-) -> int:
+def numbers(kinds=("A:gqa", "M:mamba3", "E", "R"), tokens: int = 64, width: int = 64) -> list[str]:
+    """A compiled block of the hybrid gives other outputs or gradients than the eager one."""
+    lines = []
+    for kind in kinds:
+        block, inputs = block_and_inputs(kind, tokens, width)
+        found = compiled_differs(block, inputs[0].requires_grad_(), *inputs[1:], tolerance=1e-3)
+        lines += [f"{kind} {line}" for line in found]
+    return lines
+
+
+def recompiles(kinds=("A:gqa", "M:mamba3", "E", "R"), batches=(2, 3, 4), width: int = 64) -> int:
     """Graphs of the hybrid's blocks over batches of several sizes."""
     graphs: list[torch.fx.GraphModule] = []
 
@@ -55,15 +51,3 @@ def recompiles(
         for batch in batches:
             compiled(*block_and_inputs(kind, 16, width, batch)[1])
     return len(graphs)
-
-
-def numbers(
-    kinds: tuple[str, ...] = ("A:gqa", "M:mamba3", "E", "R"), tokens: int = 64, width: int = 64
-) -> list[str]:
-    """A compiled block of the hybrid gives other outputs or gradients than the eager one."""
-    return [
-        f"{kind} {line}"
-        for kind in kinds
-        for block, inputs in [block_and_inputs(kind, tokens, width)]
-        for line in compiled_differs(block, inputs[0].requires_grad_(), *inputs[1:], tolerance=1e-3)
-    ]

@@ -12,7 +12,7 @@ from importlib import import_module
 from suites.features.corpus.case import CASES, Case
 
 # Each module adds its cases to CASES, in the order of the names.
-for module in sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in ("case", "__main__")):
+for module in sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "case"):
     import_module(f"{__name__}.{module}")
 
 __all__ = ["CASES", "Case"]
