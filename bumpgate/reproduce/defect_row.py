@@ -100,6 +100,8 @@ def run(side: Environment, root: Path, file: Path, lane: str) -> tuple[Verdict |
 
 def check(found: Reproduction, root: Path, file: Path, lane: str) -> str:
     """Run the test on both sides, and return both results in a line. Raises BumpgateError if one is wrong."""
+    if root not in file.parents:
+        return f"not run: it is outside of {root}; name an --out in it"
     results = []
     for side, word, right in (
         (found.bad, "red", (Verdict.REGRESSION,)),

@@ -107,12 +107,7 @@ def _plain(line: str) -> str:
 
 
 def _raised_at(outcome: Outcome) -> str:
-    """The last frame of the traceback that ends the text, "" without one."""
+    """File and function of the last frame of the traceback that ends the text, "" without one."""
     frames = FRAME.findall(outcome.text.rpartition("Traceback (most recent call last)")[2])
-    return place(*frames[-1]) if frames else ""
-
-
-def place(file: str, function: str) -> str:
-    """A frame without what differs between machines and tries."""
-    _, installed, within = file.rpartition("/site-packages/")
-    return f"{within if installed else 'program'}:{function}"
+    file, function = frames[-1] if frames else ("", "")
+    return f"{file.rpartition('/site-packages/')[2] if '/site-packages/' in file else 'program'}:{function}"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 BODIES = ("body", "orelse", "finalbody")
 Place = tuple[tuple[str, int], ...]
@@ -82,9 +83,7 @@ def _attempts(text: str, keep: frozenset[str]) -> Iterator[Callable[[ast.Module]
     for setting, default in enumerate(_settings(tree, keep)):
         for index in reversed(range(len(getattr(default, "elts", "1")))):
             yield lambda tree, at=(setting, index): _smaller_setting(tree, keep, *at)  # type: ignore[misc]
-    for number, node in enumerate(ast.walk(tree)):
-        for index in reversed(range(len(node.keys) if isinstance(node, ast.Dict) else 0)):
-            yield lambda tree, at=(number, index): _without_entry(tree, *at)  # type: ignore[misc]
+    yield from _entries(tree, ast.Dict)
     places = list(_statements(tree))
     run = len(places)
     while run:
@@ -94,10 +93,10 @@ def _attempts(text: str, keep: frozenset[str]) -> Iterator[Callable[[ast.Module]
         run //= 2
     for place in places:
         yield lambda tree, place=place: _unwrapped(tree, place, keep)  # type: ignore[misc]
+    yield from _entries(tree, ast.Tuple | ast.List)
     for kind in (
         _drop_keyword,
         _drop_decorator,
-        _drop_element,
         _inline_name,
         _first_operand,
         _smaller_number,
@@ -124,13 +123,25 @@ def _smaller_setting(tree: ast.Module, keep: frozenset[str], setting: int, index
     return tree
 
 
-def _without_entry(tree: ast.Module, number: int, index: int) -> ast.Module | None:
-    """Drop an entry of a dictionary, and thereby what only it names."""
-    node = _node(tree, number)
-    if not (isinstance(node, ast.Dict) and len(node.keys) > max(1, index)):
-        return None
-    del node.keys[index], node.values[index]
-    return tree
+def _entries(tree: ast.Module, kind: Any) -> Iterator[Callable[[ast.Module], ast.Module | None]]:
+    """Yield edits that drop an entry of a dictionary, a list or a tuple, the last one first."""
+
+    def without(tree: ast.Module, number: int, index: int) -> ast.Module | None:
+        node = _node(tree, number)
+        fields: list[list[Any]] = (
+            [node.keys, node.values] if isinstance(node, ast.Dict) else [getattr(node, "elts", [])]
+        )
+        if len(fields[0]) <= max(1, index) or isinstance(getattr(node, "ctx", None), ast.Store):
+            return None
+        for entries in fields:
+            del entries[index]
+        return tree
+
+    for number, node in enumerate(ast.walk(tree)):
+        if isinstance(node, kind):
+            count = len(node.keys if isinstance(node, ast.Dict) else node.elts)
+            for index in reversed(range(count)):
+                yield lambda tree, at=(number, index): without(tree, *at)  # type: ignore[misc]
 
 
 def _statements(tree: ast.AST, place: Place = ()) -> Iterator[Place]:
@@ -198,14 +209,6 @@ def _drop_decorator(tree: ast.Module, number: int) -> ast.Module | None:
     if not (isinstance(node, ast.FunctionDef | ast.ClassDef) and node.decorator_list):
         return None
     node.decorator_list.pop()
-    return tree
-
-
-def _drop_element(tree: ast.Module, number: int) -> ast.Module | None:
-    node = _node(tree, number)
-    if not (isinstance(node, ast.Tuple | ast.List) and len(node.elts) > 1 and isinstance(node.ctx, ast.Load)):
-        return None
-    node.elts.pop()
     return tree
 
 
