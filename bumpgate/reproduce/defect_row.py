@@ -13,7 +13,6 @@ from bumpgate.core.rows import Verdict, read_record
 from bumpgate.process import child
 from bumpgate.process.host import read_or_empty
 from bumpgate.process.runner import child_environment
-from bumpgate.reproduce.proof import Environment
 from bumpgate.reproduce.reproduction import Reproduction
 
 TEST = '''"""A known defect: move this test to the suite that meets it."""
@@ -79,39 +78,35 @@ def text(found: Reproduction, row: str, lane: str, range_: str, root: Path) -> s
     )
 
 
-def run(side: Environment, root: Path, file: Path, lane: str) -> tuple[Verdict | None, str]:
-    """Run the test without its range in an environment; return its row's verdict, None without one, and the output.
+def check(found: Reproduction, root: Path, file: Path, lane: str) -> str:
+    """Run the test without its range on both sides; return both results in a line.
 
-    A row that nobody has reviewed yet is MISSING if the defect is absent.
+    A row that nobody has reviewed yet is MISSING if the defect is absent. Raises BumpgateError if a result is wrong.
     """
-    blind = file.with_name(f"test_blind_{file.name.removeprefix('test_')}")
+    if root not in file.parents:
+        return f"not run: it is outside of {root}; name an --out in it"
+    blind, log, record = (
+        file.with_name(f"test_blind_{file.stem}{suffix}") for suffix in (".py", ".log", ".json")
+    )
     text = re.sub(r"known_in='([\w-]+)[^']*'", r"known_in='\1<0'", file.read_text(encoding="utf-8"))
-    log, record = (file.with_suffix(f".{side.name}.{kind}") for kind in ("log", "json"))
-    command = [str(side.python), "-m", "pytest", "-m", lane, "-p", "no:cacheprovider", f"--record={record}"]
+    results = []
     try:
         blind.write_text(text, encoding="utf-8")
-        child.run_child([*command, str(blind)], root, child_environment(side.python, root), SECONDS, log)
-        rows = read_record(record).judgements if record.exists() else ()
-        return rows[0].verdict if rows else None, read_or_empty(log)
+        for side, word, right in (
+            (found.bad, "red", [Verdict.REGRESSION]),
+            (found.good, "green", [Verdict.PASS, Verdict.MISSING]),
+        ):
+            record.unlink(missing_ok=True)
+            command = [str(side.python), "-m", "pytest", "-m", lane, f"--record={record}", str(blind)]
+            child.run_child(command, root, child_environment(side.python, root), SECONDS, log)
+            printed = read_or_empty(log)
+            if "No module named pytest" in printed:
+                return f"not run: {side.python} has no pytest"
+            rows = read_record(record).judgements if record.exists() else ()
+            if not any(j.verdict in right for j in rows):
+                raise BumpgateError(f"{file}: expected {right[0].value} under {side}:\n{printed[-2000:]}")
+            results.append(f"{word} under {side}")
     finally:
         for path in (blind, log, record):
             path.unlink(missing_ok=True)
-
-
-def check(found: Reproduction, root: Path, file: Path, lane: str) -> str:
-    """Run the test on both sides, and return both results in a line. Raises BumpgateError if one is wrong."""
-    if root not in file.parents:
-        return f"not run: it is outside of {root}; name an --out in it"
-    results = []
-    for side, word, right in (
-        (found.bad, "red", (Verdict.REGRESSION,)),
-        (found.good, "green", (Verdict.PASS, Verdict.MISSING)),
-    ):
-        verdict, printed = run(side, root, file, lane)
-        if "No module named pytest" in printed:
-            return f"not run: {side.python} has no pytest"
-        if verdict not in right:
-            name = verdict.value if verdict else "no row"
-            raise BumpgateError(f"{file}: {name} under {side}, expected {right[0].value}:\n{printed[-2000:]}")
-        results.append(f"{word} under {side}")
     return ", ".join(results) + ", each without its range"

@@ -13,7 +13,7 @@ from bumpgate.core.rows import write_atomic
 from bumpgate.reproduce.fault import Shown, better, probe, shown
 from bumpgate.reproduce.proof import Bench, Environment, Proof, prove
 from bumpgate.reproduce.reducer import Journal, reduce
-from bumpgate.reproduce.standalone import COUNTED, HEAD, JUDGED, TRIED, TRIED_PLAIN, Program
+from bumpgate.reproduce.standalone import COUNTED, HEAD, JUDGED, RAISED, TRIED, TRIED_PLAIN, Program
 
 # Values of both sides must differ by this factor at least for a limit between them to hold in other runs.
 APART = 1.1
@@ -143,15 +143,11 @@ def _frame(program: Program, right: Shown, wrong: Shown, limit: float | None) ->
     if not program.name:
         return ""
     if wrong.kind == "RAISED":
-        call = TRIED.format(name=program.name, words=wrong.words)
-        ends = (
-            JUDGED if isinstance(right.value, list) else "\nprint(found)\nsys.exit(isinstance(found, list))\n"
-        )
-        return HEAD + call + ends
+        ends = JUDGED if isinstance(right.value, list) else RAISED
+        return HEAD + TRIED.format(name=program.name, words=wrong.words) + ends
     call = TRIED_PLAIN.format(name=program.name)
-    if isinstance(right.value, list):
-        return HEAD + call + JUDGED
-    return HEAD + call + COUNTED.format(what=program.title, limit=limit)
+    ends = JUDGED if limit is None else COUNTED.format(what=program.title, limit=limit)
+    return HEAD + call + ends
 
 
 def _limit(program: Program, bench: Bench, right: Shown, wrong: Shown) -> float:

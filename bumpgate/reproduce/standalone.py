@@ -33,9 +33,14 @@ except Exception as error:
         traceback.print_exc()
         sys.exit(125)
 """
+# Judged by a list of faults, by whether it raised, and by a number.
 JUDGED = """
 print(*(found or ["right"]), sep="\\n")
 sys.exit(bool(found))
+"""
+RAISED = """
+print(found)
+sys.exit(isinstance(found, list))
 """
 COUNTED = """
 print({what!r}, found)

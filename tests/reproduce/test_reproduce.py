@@ -317,11 +317,7 @@ def test_an_issue_has_the_template_the_bisect_and_what_may_be_known(
         assert part in text
     code, printed = reproduce("programs.py:counted", "--issue")
     assert "no known issue has its signature" in printed
-
-
-def test_a_file_that_is_no_bisect_is_named(project: Path, reproduce: Reproduce) -> None:
-    (project / "bisect.json").write_text("{}")
-    code, printed = reproduce("programs.py:counted", "--issue", "--bisect", "bisect.json")
+    code, printed = reproduce("programs.py:counted", "--issue", "--bisect", "programs.py")
     assert (code, "no bisect.json; name the file that `bumpgate bisect` writes" in printed) == (4, True), (
         printed
     )
