@@ -310,10 +310,6 @@ class CommandTest(Test):
         path = "" if "{python}" in self.command else f"PATH={environment.python.parent}:$PATH "
         return f"{path}{self.line(environment)}"
 
-    def program(self, reading: Reading | None) -> str:
-        script = re.fullmatch(r"\{python\} ([\w./-]+\.py)", self.command)
-        return script[1] if script else ""
-
 
 def _missing_module(log: Path, environment: Environment) -> str:
     """Return the missing module that the last exception in a log names; "" if a package of the environment has it."""

@@ -96,7 +96,6 @@ def _attempts(text: str, keep: frozenset[str]) -> Iterator[Callable[[ast.Module]
     yield from _entries(tree, ast.Tuple | ast.List)
     for kind in (
         _drop_keyword,
-        _drop_decorator,
         _inline_name,
         _first_operand,
         _smaller_number,
@@ -201,14 +200,6 @@ def _drop_keyword(tree: ast.Module, number: int) -> ast.Module | None:
     if not (isinstance(node, ast.Call) and node.keywords):
         return None
     node.keywords.pop()
-    return tree
-
-
-def _drop_decorator(tree: ast.Module, number: int) -> ast.Module | None:
-    node = _node(tree, number)
-    if not (isinstance(node, ast.FunctionDef | ast.ClassDef) and node.decorator_list):
-        return None
-    node.decorator_list.pop()
     return tree
 
 

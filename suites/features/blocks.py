@@ -1,4 +1,4 @@
-"""Programs of the model's counts and numbers for `bumpgate reproduce`, which first reduces the settings of each.
+"""Programs of the model's counts for `bumpgate reproduce`, which first reduces the settings of each.
 
 A program's parameters are its settings, in the order in which they shrink. B batch, T tokens, D model dim.
 """
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from model.hybrid import BLOCKS, documents
 from model.presets import preset
-from suites.features.corpus.case import compiled_differs, one_graph
+from suites.features.corpus.case import one_graph
 
 
 def block_and_inputs(kind: str, tokens: int, width: int, batch: int = 2) -> tuple[nn.Module, list[Tensor]]:
@@ -25,16 +25,6 @@ def graph_breaks(kinds=("A:gqa", "M:mamba3", "E", "R"), tokens: int = 64, width:
     """A block of the hybrid no longer compiles to one graph."""
     made = [(kind, *block_and_inputs(kind, tokens, width)) for kind in kinds]
     return [f"{kind} {line}" for kind, block, inputs in made for line in one_graph(block, *inputs)]
-
-
-def numbers(kinds=("A:gqa", "M:mamba3", "E", "R"), tokens: int = 64, width: int = 64) -> list[str]:
-    """A compiled block of the hybrid gives other outputs or gradients than the eager one."""
-    lines = []
-    for kind in kinds:
-        block, inputs = block_and_inputs(kind, tokens, width)
-        found = compiled_differs(block, inputs[0].requires_grad_(), *inputs[1:], tolerance=1e-3)
-        lines += [f"{kind} {line}" for line in found]
-    return lines
 
 
 def recompiles(kinds=("A:gqa", "M:mamba3", "E", "R"), batches=(2, 3, 4), width: int = 64) -> int:
