@@ -65,7 +65,8 @@ def known_issues(root: Path, found: Reproduction, place: str) -> list[Known]:
 
 def _cases(root: Path) -> Iterator[tuple[str, ast.FunctionDef, str, str]]:
     """Yield file, function, link and error of each `@regression(area, issue, error=...)` whose issue is known."""
-    for path in sorted(root.glob("**/corpus/*.py")):
+    folders = [p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")]
+    for path in sorted(file for folder in folders for file in folder.glob("**/corpus/*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             for call in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
                 if not isinstance(call, ast.Call) or len(call.args) < 2:

@@ -292,8 +292,8 @@ def lowering():
 def test_an_issue_has_the_template_the_bisect_and_what_may_be_known(
     project: Path, reproduce: Reproduce
 ) -> None:
-    (project / "corpus").mkdir()
-    (project / "corpus/cases.py").write_text(CORPUS)
+    (project / "suites/corpus").mkdir(parents=True)
+    (project / "suites/corpus/cases.py").write_text(CORPUS)
     bisected = {"suspects": ["2.14.0"], "package": "torch", "first": "2.14.0", "last": "2.13.0"}
     (project / "bisect.json").write_text(
         json.dumps(bisected | {"compare": ["https://github.com/a/b/compare/c"]})
