@@ -37,6 +37,7 @@ COMMANDS = {
     "accept": "bumpgate.review.accept:command",
     "report": "bumpgate.report.command:command",
     "compare": "bumpgate.report.compare:command",
+    "diff": "bumpgate.reproduce.diff:command",
     "history": "bumpgate.report.history:command",
     "dashboard": "bumpgate.report.dashboard:command",
     "logs": "bumpgate.logs.command:command",

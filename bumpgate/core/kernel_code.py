@@ -7,7 +7,9 @@ releases is compared count by count, each in the direction that is worse; see BO
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 COUNT = re.compile(r"([a-z][a-z_]*)=(\d+)")
 # Count -> (1 where more is worse and -1 where less is, the factor by which it may be worse). registers and
@@ -61,3 +63,63 @@ def nearest(version: str, reviewed: Iterable[str]) -> str:
 def numbers(version: str) -> tuple[int, ...]:
     """Return the numbers of a version as its sort key."""
     return tuple(int(n) for n in re.findall(r"\d+", version))
+
+
+# The class of an instruction, by the prefix of its SASS name.
+CLASSES: dict[str, str | tuple[str, ...]] = {
+    "wgmma": "HGMMA",
+    "mma": "HMMA",
+    "cp_async": "LDGSTS",
+    "tma": "UTMA",
+    "ldmatrix": "LDSM",
+    "mufu": "MUFU",
+    "ffma": "FFMA",
+    "shuffle": "SHFL",
+    "barrier": "BAR",
+    "local_load": "LDL",
+    "local_store": "STL",
+    "atomic": ("ATOM", "RED."),
+    "call": "CALL",
+}
+INSTRUCTION = re.compile(
+    r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.\w+)*)", re.MULTILINE
+)
+WIDTH = re.compile(r"\.(U8|S8|U16|S16|64|128)\b")
+BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+
+
+@dataclass(frozen=True)
+class Binary:
+    """One cubin. registers and stack_bytes per thread; instructions: total count by SASS name (padding left out)."""
+
+    registers: int
+    stack_bytes: int
+    instructions: Counter[str]
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Return the bytes that the code stores to local memory, each store counted once, as in ptxas -v.
+
+        An array that is indexed by a variable would count too: it is as slow, and our kernels have none.
+        """
+        return sum(_bytes(name) * n for name, n in self.instructions.items() if name.startswith("STL"))
+
+    def classes(self) -> dict[str, int]:
+        """Return the number of instructions of each class of CLASSES that occurs."""
+        counts = {
+            c: sum(n for name, n in self.instructions.items() if name.startswith(p))
+            for c, p in CLASSES.items()
+        }
+        return {c: n for c, n in counts.items() if n}
+
+
+def read_sass(text: str) -> Binary | None:
+    """Parse what `cuobjdump -res-usage -sass` printed; None if it lists no kernel's instructions."""
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    instructions = Counter(name for name in INSTRUCTION.findall(text) if name != "NOP")
+    return Binary(int(usage[1]), int(usage[2]), instructions) if usage and instructions else None
+
+
+def _bytes(instruction: str) -> int:
+    width = WIDTH.search(instruction)
+    return BYTES[width[1]] if width else 4

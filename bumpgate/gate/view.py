@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +27,8 @@ STYLE = {Decision.HOLD: "bold red", Decision.UNKNOWN: "yellow", Decision.ADOPT: 
 SHOWN_LINES = 6
 # Where the seconds of the steps of gates are kept, next to the seconds of tests.
 STEPS = "steps of gates"
+# Findings on rows that both sides measured: speed, memory, counts, numbers.
+OF_CODE = ("REGRESSION", "CHANGED", "SLOWER", "SLOW MODE", "CREEP")
 EQUAL_OUTCOMES = tuple(outcome.value for outcome in NO_REGRESSION)
 
 
@@ -133,10 +136,22 @@ def notes(gate: GateFile) -> list[str]:
     return [
         *(f"moved: {line}" for line in cut(without_cuda(gate.moved))),
         *([variant] if variant else []),
+        *(f"changed code: {line}" for line in cut(code_commands(gate))),
         *(f"acceptance: {line}" for line in gate.accepted),
         *(f"margin: {line}" for line in provenance[0].get("margins", ())),
         *([explained(gate)] if gate.decision is Decision.UNKNOWN else []),
     ]
+
+
+def code_commands(gate: GateFile) -> list[str]:
+    """Return `bumpgate diff ADOPTED CANDIDATE -- TEST` for the tests of findings that generated code may explain."""
+    sides = [gate.adopted.python, gate.candidate.python]
+    found = [f.repro for f in gate.findings if f.decision is Decision.HOLD and f.label in OF_CODE and f.rows]
+    tests = [
+        shlex.split(line)[shlex.split(line).index("pytest") + 1 :] for line in found if " pytest " in line
+    ]
+    lines = [shlex.join(["bumpgate", "diff", *sides, "--", *test]) for test in tests] if all(sides) else []
+    return list(dict.fromkeys(lines))
 
 
 def other_variant(adopted: str, candidate: str) -> str:

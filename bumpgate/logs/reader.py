@@ -479,7 +479,7 @@ def classify_files(paths: Sequence[Path], families: tuple[Family, ...] | None = 
     A file whose name has a rank (`rank3.log`) gives it to lines that name none. Raises LogsError.
     """
     reader = Reader(load_families() if families is None else families)
-    for path in _expanded(paths):
+    for path in expanded(paths):
         stem = path.name.split(".")[0]
         named = RANK_IN_NAME.search(stem) if len(paths) > 1 or path not in paths else None
         rank = int(named[1] or named[2]) if named else None
@@ -488,7 +488,8 @@ def classify_files(paths: Sequence[Path], families: tuple[Family, ...] | None = 
     return reader.report()
 
 
-def _expanded(paths: Sequence[Path]) -> Iterator[Path]:
+def expanded(paths: Sequence[Path]) -> Iterator[Path]:
+    """Yield files, and the files in folders. Raises LogsError on an empty folder."""
     for path in paths:
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))

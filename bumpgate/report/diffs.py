@@ -1,4 +1,4 @@
-"""Differences in evidence of two sides: break, guard and recompile reasons line by line, kernels by name."""
+"""Differences of two sides: evidence line by line, and generated code by its structure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from bumpgate.core.rows import Judgement, Record
 REASON = re.compile(r"(break|recompile|failure|guard|kernel) ")
 TOKEN = re.compile(r"\w+|\s+|.")
 CONTEXT = 2
+# A name that a compiler numbers: mul_3, buf12, in_ptr0, %r7. Types and instructions are no names.
+NUMBERED = re.compile(
+    r"(?<![\w.])(?:(?<=%)|(?!(?:[iufbc]|bf|u?int|b?float|complex)(?:1|4|8|16|32|64|128)(?:_t)?\b))"
+    r"(%|[A-Za-z_]\w*?)(?<!\d)(\d+)?(_\d+)?(?![\w.])"
+)
+ASSIGNED = re.compile(r"\s*(?::\s*\"[^\"]*\"\s*)?=(?!=)")
 MAX_LINES, MAX_DIFFS = 300, 40
+LARGE = 3000  # lines of both sides, above which frequent ones do not align the others
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,9 @@ class Line:
 
     kind: str
     parts: tuple[tuple[str, bool], ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {''.join(text for text, _ in self.parts)}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,45 @@ def compare(before: Sequence[str], after: Sequence[str]) -> list[Line]:
             else:
                 out += _replaced(before[i:j], after[k:m])
     return out
+
+
+def aligned(before: Sequence[str], after: Sequence[str]) -> list[Line]:
+    """Return the lines of both sides of generated code that differ by more than the numbers in names, with CONTEXT.
+
+    Lines that are equal without these numbers must also use them alike: a name of one side always means the same name
+    of the other, until a line assigns it again.
+    """
+    a, b = ([_masked(line) for line in side] for side in (before, after))
+    large = len(a) + len(b) > LARGE
+    renamed: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    out: list[Line] = []
+    for tag, i, j, k, m in SequenceMatcher(None, a, b, autojunk=large).get_opcodes():
+        if tag != "equal":
+            out += _replaced(before[i:j], after[k:m])
+            continue
+        for old, new in zip(before[i:j], after[k:m]):
+            alike = _used_alike(old, new, renamed)
+            out += [Line(" ", ((new, False),))] if alike else _replaced([old], [new])
+    changed = [n for n, line in enumerate(out) if line.kind != " "]
+    near = {n + d for n in changed for d in range(-CONTEXT, CONTEXT + 1)}
+    return [line for n, line in enumerate(out) if n in near]
+
+
+def _masked(line: str) -> str:
+    return NUMBERED.sub(lambda found: found[1] + "#" * bool(found[2]), line).strip()
+
+
+def _used_alike(a: str, b: str, renamed: tuple[dict[str, str], dict[str, str]]) -> bool:
+    """Whether two lines that are equal without numbers name the same things; remember what they assign."""
+    there, back = renamed
+    alike = True
+    for mine, other in zip(NUMBERED.finditer(a), NUMBERED.finditer(b)):
+        one, two = mine[0], other[0]
+        if ASSIGNED.match(a, mine.end()):
+            back.pop(there.pop(one, ""), None)
+            there.pop(back.pop(two, ""), None)
+        alike &= there.setdefault(one, two) == two and back.setdefault(two, one) == one
+    return alike
 
 
 def _lines(j: Judgement, *, whole: bool) -> list[str]:

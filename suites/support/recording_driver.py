@@ -11,10 +11,8 @@ its resource table, spilled bytes and instruction classes from its SASS.
 
 from __future__ import annotations
 
-import re
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +23,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver as drivers
+
+from bumpgate.core.kernel_code import Binary, read_sass
 
 WARP = 32
 TARGET = GPUTarget("cuda", 90, WARP)
@@ -37,60 +37,13 @@ THREADS = 1024
 SM_SHARED_MEMORY_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 WARPS, PROGRAMS = 64, 32
 
-# The class of an instruction, by the prefix of its SASS name.
-CLASSES = {
-    "wgmma": "HGMMA",
-    "mma": "HMMA",
-    "cp_async": "LDGSTS",
-    "tma": "UTMA",
-    "ldmatrix": "LDSM",
-    "mufu": "MUFU",
-    "ffma": "FFMA",
-    "shuffle": "SHFL",
-    "barrier": "BAR",
-    "local_load": "LDL",
-    "local_store": "STL",
-    "atomic": ("ATOM", "RED."),
-    "call": "CALL",
-}
-INSTRUCTION = re.compile(
-    r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.\w+)*)", re.MULTILINE
-)
-WIDTH = re.compile(r"\.(U8|S8|U16|S16|64|128)\b")
-BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
-
-
-@dataclass(frozen=True)
-class Binary:
-    """One cubin. registers and stack_bytes per thread; instructions: total count by SASS name (padding left out)."""
-
-    registers: int
-    stack_bytes: int
-    instructions: Counter[str]
-
-    @property
-    def spilled_bytes(self) -> int:
-        """Return the bytes that the code stores to local memory, each store counted once, as in ptxas -v.
-
-        An array that is indexed by a variable would count too: it is as slow, and our kernels have none.
-        """
-        return sum(_bytes(name) * n for name, n in self.instructions.items() if name.startswith("STL"))
-
-    def classes(self) -> dict[str, int]:
-        """Return the number of instructions of each class of CLASSES that occurs."""
-        counts = {
-            c: sum(n for name, n in self.instructions.items() if name.startswith(p))
-            for c, p in CLASSES.items()
-        }
-        return {c: n for c, n in counts.items() if n}
-
 
 @dataclass(frozen=True)
 class Compiled:
     """A kernel in one configuration.
 
     constants: compile-time arguments by name, including those that Triton specializes itself (a stride of 1, an absent
-    pointer). signature: the types of the others. shared_memory_bytes is per program.
+    pointer). signature: the types of the others. shared_memory_bytes is per program. source: Triton's.
     """
 
     kernel: str
@@ -100,6 +53,7 @@ class Compiled:
     num_stages: int
     shared_memory_bytes: int
     binary: Binary
+    source: Any = None
 
     @property
     def fits(self) -> bool:
@@ -211,6 +165,7 @@ def _compiled(source: Any, metadata: Any, binary: Binary) -> Compiled:
         num_stages=metadata.num_stages,
         shared_memory_bytes=metadata.shared,
         binary=binary,
+        source=source,
     )
 
 
@@ -235,13 +190,7 @@ def read_cubin(cubin: bytes) -> Binary:
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
         done = subprocess.run(command, capture_output=True, text=True)
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
-    instructions = Counter(name for name in INSTRUCTION.findall(done.stdout) if name != "NOP")
-    if usage is None or not instructions:
+    binary = read_sass(done.stdout + done.stderr)
+    if binary is None:
         raise RuntimeError(f"cuobjdump ended with {done.returncode} and printed {done.stderr.strip()!r}")
-    return Binary(int(usage[1]), int(usage[2]), instructions)
-
-
-def _bytes(instruction: str) -> int:
-    width = WIDTH.search(instruction)
-    return BYTES[width[1]] if width else 4
+    return binary

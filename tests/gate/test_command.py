@@ -9,6 +9,7 @@ import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from bumpgate.core.findings import Decision, Finding
 from bumpgate.core.rows import Record, Row, RowError
 from bumpgate.gate import command
 from bumpgate.gate.command import show
-from bumpgate.gate.view import View, findings_text, other_variant
+from bumpgate.gate.view import View, code_commands, findings_text, other_variant
 from bumpgate.plugin.metrics import FORMAT, report
 from bumpgate.process.runner import options_of
 from bumpgate.process.tree_digest import bind
@@ -324,6 +325,15 @@ def test_finding_text_shows_both_sides_and_the_repro(width: int, terminal: bool)
         assert "".join(part.split()) in squeezed
     for line in (f"candidate: {FINDING.candidate[1]}\n", f"-> {FINDING.repro}\n"):
         assert terminal or line in text
+
+
+def test_finding_that_code_may_explain_names_the_diff_of_both_sides() -> None:
+    found = replace(FINDING, repro="/b/bin/python -m pytest -m cpu -n 0 't.py::a[1]'")
+    others = [replace(found, label="MISSING"), replace(found, decision=Decision.ADOPT), FINDING]
+    sides = {name: SimpleNamespace(python=f"/{name}/bin/python") for name in ("adopted", "candidate")}
+    gate: Any = SimpleNamespace(findings=[found, found, *others], **sides)
+    line = "bumpgate diff /adopted/bin/python /candidate/bin/python -- -m cpu -n 0 't.py::a[1]'"
+    assert code_commands(gate) == [line]
 
 
 def test_finished_step_is_one_line_of_a_log() -> None:
