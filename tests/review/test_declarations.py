@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bumpgate.core import lanes
+from bumpgate.core.errors import BumpgateError
 from bumpgate.core.toml import tomllib
 from bumpgate.env.lane import LaneContext, lane_lock
 from bumpgate.env.locks import Lock, Locked, Wheel, read_lock
@@ -257,3 +258,11 @@ def test_lanes_of_this_repository_move_their_own_group(lane: str) -> None:
     before, after = (tomllib.loads(file)["dependency-groups"] for file in files)
     own = lanes.load(ROOT)[lane].inherits or lane
     assert [group for group in before if before[group] != after[group]] == [own]
+
+
+def test_a_lock_of_another_package_manager_names_its_command(tmp_path: Path) -> None:
+    (tmp_path / "bumpgate.toml").write_text("[lanes.mine]\nrequirements = 'poetry.lock'\n")
+    with pytest.raises(
+        BumpgateError, match=r"only its package manager changes: poetry add 'torch==2\.15\.0', and"
+    ):
+        moved_requirements(LaneContext(tmp_path, "mine"), "", lock_of(torch="2.15.0"))
