@@ -139,15 +139,21 @@ def _build(tree: Path, python: Path, out: Path, work: Path) -> bool:
     log.parent.mkdir(parents=True, exist_ok=True)
     required = document.get("build-system", {}).get("requires", ["setuptools>=40.8"])
     names = {each.strip().partition(">")[0].partition("=")[0].strip().lower() for each in required}
-    own: list[str | Path] = ["--no-build-isolation"] if names.intersection(COMPILED_AGAINST) else []
-    into: list[str | Path] = ["--python", python, "--no-deps", "--no-cache", "--quiet"]
-    if own:
-        tools = [each for each in required if not each.strip().lower().startswith(COMPILED_AGAINST)]
-        _run(("pip", "install", *into[:2], "--quiet", "--target", work / "tools", *tools), log)
-    variables = {"PYTHONPATH": str(work / "tools")} if own else {}
     # A copy of the sources has no history that a build could take its version from.
-    variables |= {"SETUPTOOLS_SCM_PRETEND_VERSION": "0.0.0"}
-    _run(("pip", "install", *into, *own, "--target", out, tree), log, variables)
+    variables = {"SETUPTOOLS_SCM_PRETEND_VERSION": "0.0.0"}
+    into: list[str | Path] = ["--python", python, "--no-deps", "--no-cache", "--quiet"]
+    if not names.intersection(COMPILED_AGAINST):
+        try:
+            _run(("pip", "install", *into, "--target", out, tree), log, variables)
+            return True
+        except BuildError as error:  # a setup.py may import what it does not declare
+            if not any(f"No module named '{name}'" in error.tail for name in COMPILED_AGAINST):
+                raise
+    tools = [each for each in required if not each.strip().lower().startswith(COMPILED_AGAINST)]
+    if tools:
+        _run(("pip", "install", *into[:2], "--quiet", "--target", work / "tools", *tools), log)
+    variables["PYTHONPATH"] = str(work / "tools")
+    _run(("pip", "install", *into, "--no-build-isolation", "--target", out, tree), log, variables)
     return True
 
 

@@ -103,6 +103,13 @@ def test_a_build_that_fails_names_its_log(root: Path) -> None:
     assert "no compiler" in failed.value.log.read_text()
 
 
+def test_a_build_may_import_torch_without_a_word(root: Path) -> None:
+    (root / "pyproject.toml").write_text(BACKEND)
+    (root / "backend.py").write_text(f"import torch\n{BACKEND_CODE}")
+    place = project.installed(root, Path(sys.executable), "environment", lambda line: None)
+    assert (place / "net.py").is_file()
+
+
 def test_a_base_must_be_a_commit(root: Path) -> None:
     with pytest.raises(project.ProjectError, match="--base gone: no such commit here"):
         project.commit_of(root, "gone")
