@@ -405,7 +405,7 @@ def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
 
     def begin(*more: str) -> subprocess.Popen[str]:
         program = "from bumpgate.cli import main; main()"
-        return tree.start("-c", program, *tree.sides(), "--sessions", "20", *more)
+        return tree.start("-c", program, *tree.sides(), "--sessions", "8", *more)
 
     first = begin()
     wait_for(lambda: sessions() >= 2)
@@ -417,7 +417,7 @@ def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
     assert message.endswith("--resume")
     kept = tree.raw()["sessions"]["log_ratios"]
 
-    again = tree.gate("--sessions", "20")
+    again = tree.gate("--sessions", "8")
     assert (again.code, len(again.err.splitlines())) == (4, 1)
     assert "continue it with --resume, or name another --out" in again.err
     other = tree.gate("--sessions", "9", "--resume")
@@ -430,7 +430,7 @@ def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
     second.communicate(timeout=120)
     assert tree.raw()["decision"] == "UNKNOWN"
 
-    last = tree.gate("--sessions", "20", "--resume")
+    last = tree.gate("--sessions", "8", "--resume")
     assert last.code == 1, last.out + last.err
     raw = tree.raw()
     outcomes = {row: t["outcome"] for row, t in raw["timed"].items()}
@@ -442,7 +442,7 @@ def test_slower_row_is_found_after_interrupt_and_kill(tree: Tree) -> None:
     assert [f["label"] for f in raw["findings"]] == ["SLOWER"]
     assert f"-> {tree.candidate} -m pytest -m cpu -n 0 '{TIMES_TEST}'" in last.out
     assert "(candidate) against torch" in last.out.splitlines()[-1]
-    finished = tree.gate("--sessions", "20", "--resume")
+    finished = tree.gate("--sessions", "8", "--resume")
     old = f"; an earlier verdict, started {raw['started']}; nothing was measured now"
     assert finished.code == 1
     assert finished.out.replace(old, "") == last.out != finished.out, "it shows its verdict again"

@@ -307,9 +307,7 @@ def test_command_uses_all_gpus_of_the_host(tree: Tree) -> None:
     save(root / "baselines/h200.json", replace(cpu, lane="h200", rows=rows))
     sides = ("--python-adopted", str(tree.adopted), "--python-candidate", str(tree.candidate), "--out", "g")
     ran = tree.bumpgate("gate", "--lane", "h200", *sides, "--gpus", "4,7", "--sessions", "6")
-    # Loops of a busy machine may differ by more than 6 sessions can call SAME.
-    assert ran.code in (Decision.ADOPT.value, Decision.UNKNOWN.value), ran.out + ran.err
-    assert {f["label"] for f in tree.raw()["findings"]} <= {"INCONCLUSIVE"}, ran.out + ran.err
+    assert ran.code == Decision.ADOPT.value, ran.out + ran.err
     lines = (root / "gpus").read_text().splitlines()
     lanes_of, fill, *sessions = [sorted(lines[i : i + 2]) for i in range(0, len(lines), 2)]
     one, other = ["4 adopted", "7 candidate"], ["4 candidate", "7 adopted"]

@@ -165,10 +165,11 @@ class Project(Folder):
             k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TORCHINDUCTOR", "BUMPGATE"))
         }
         self.env |= PLUGINS
-        # The machine's lock, and the durations of the user's own lanes, are not those of a test.
+        # The machine's lock, the durations of the user's own lanes and his compiled objects are not those of a test.
         own = root.with_name(f"{root.name}-own")
         own.mkdir(exist_ok=True)
-        self.env |= {"TMPDIR": str(own), "BUMPGATE_HOME": str(own / "home")}
+        self.env |= {"TMPDIR": str(own)}
+        self.env |= {f"BUMPGATE_{name}": str(own / name.lower()) for name in ("HOME", "OBJECTS")}
         # A fake torch rewritten within a second with the same length would be loaded from stale bytecode.
         self.env["PYTHONDONTWRITEBYTECODE"] = "1"
 
