@@ -9,7 +9,6 @@ import pytest
 
 from bumpgate.core import accepted
 from bumpgate.core.baseline import Reviewed
-from tests.attacks.conftest import Run
 from tests.support.git_repository import GitRepository
 from tests.support.project import GOOD, Project, counted
 
@@ -24,22 +23,22 @@ TEST = "suites/compile/test_a.py::test_speed[cpu]"
 
 
 @pytest.mark.parametrize("file", ["baselines/cpu.json", "pyproject.toml", "suites/compile/test_a.py"])
-def test_record_replaces_no_other_file(project: Project, forked: Run, file: str) -> None:
+def test_record_replaces_no_other_file(project: Project, file: str) -> None:
     project.tests(GOOD)
     project.baseline(good=counted("test_good"))
     before = (project.root / file).read_text()
-    result = forked(*GATE, f"--record={file}")
+    result = project.pytest(*GATE, f"--record={file}")
     assert (result.code, (project.root / file).read_text()) == (4, before), result.out + result.err
     assert f"--record={file}: this file is not a record: name another" in result.err
 
 
 @pytest.mark.parametrize("base", ["--output=victim", "--no-index", "-O/dev/null"])
-def test_commit_of_affected_is_no_option_of_git(project: Project, forked: Run, base: str) -> None:
+def test_commit_of_affected_is_no_option_of_git(project: Project, base: str) -> None:
     project.tests(GOOD)
     project.baseline(good=counted("test_good"))
     project.write("victim", "precious\n")
     GitRepository(project.root).commit("one", {"victim": "precious\n"})
-    result = forked(*GATE, f"--affected={base}")
+    result = project.pytest(*GATE, f"--affected={base}")
     assert (result.code, (project.root / "victim").read_text()) == (4, "precious\n"), result.out + result.err
     assert "Traceback" not in result.err
 
@@ -57,23 +56,23 @@ def review(project: Project, row: Reviewed) -> None:
     ids=str,
 )
 def test_review_that_accepts_any_loss_is_refused(
-    project: Project, forked: Run, better: str, value: float, tolerance: float
+    project: Project, better: str, value: float, tolerance: float
 ) -> None:
     project.tests(SPEED.replace("BETTER", better))
     review(project, Reviewed(value, "things", better, tolerance, test=TEST))
-    result = forked(*GATE)
+    result = project.pytest(*GATE)
     assert result.code in (1, 4), result.out + result.err
 
 
 @pytest.mark.parametrize("value", ["1e299"])
-def test_acceptance_of_any_loss_is_refused(project: Project, forked: Run, value: str) -> None:
+def test_acceptance_of_any_loss_is_refused(project: Project, value: str) -> None:
     project.tests(SPEED.replace("BETTER", "lower").replace('1.0, "things"', '100.0, "things"'))
     review(project, Reviewed(1.0, "things", "lower", 0.1, test=TEST))
     day = accepted.today()
     entry = f'lane = "cpu"\nrow = "{ID}"\nvalue = {value}\nowner = "ada"\nreason = "why"\n'
     days = f"since = {day}\nexpires = {day + timedelta(days=30)}\n"
     project.write("baselines/accepted.toml", f"[[accepted]]\n{entry}{days}")
-    assert forked(*GATE).code in (1, 4)
+    assert project.pytest(*GATE).code in (1, 4)
 
 
 ROW = Reviewed(14, "breaks", "derived").to_json()
@@ -105,11 +104,11 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("what", DAMAGED)
-def test_damaged_baseline_is_one_line_or_red(project: Project, forked: Run, what: str) -> None:
+def test_damaged_baseline_is_one_line_or_red(project: Project, what: str) -> None:
     project.tests(GOOD)
     project.baseline(good=counted("test_good"))
     (project.root / "baselines/cpu.json").write_bytes(DAMAGED[what].encode(errors="surrogateescape"))
-    result = forked(*GATE)
+    result = project.pytest(*GATE)
     assert result.code in (1, 4), result.out
     assert "Traceback" not in result.out + result.err
     if result.code == 4:

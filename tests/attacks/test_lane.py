@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import pytest
 
 from bumpgate.core.baseline import Reviewed
-from tests.attacks.conftest import Run
 from tests.support.project import GOOD, Project, counted
 
 GATE = ("-m", "cpu", "-n", "0", "--gate")
@@ -172,15 +171,15 @@ def plant(lane: Project, fault: str) -> None:
     lane.tests(LAW.replace("{sum}", str(total)), "suites/model/test_law.py")
 
 
-def test_lane_without_a_fault_is_green(lane: Project, forked: Run) -> None:
+def test_lane_without_a_fault_is_green(lane: Project) -> None:
     plant(lane, "")
-    result = forked(*GATE)
+    result = lane.pytest(*GATE)
     assert result.code == 0, result.out + result.err
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("attack", [*HOOKS, *OPTIONS, *VARIABLES])
-def test_no_attack_makes_a_fault_green(lane: Project, forked: Run, attack: str, fault: str) -> None:
+def test_no_attack_makes_a_fault_green(lane: Project, attack: str, fault: str) -> None:
     plant(lane, fault)
     file, _, name = FAULTS[fault][2].partition("::")
 
@@ -192,7 +191,7 @@ def test_no_attack_makes_a_fault_green(lane: Project, forked: Run, attack: str, 
         lane.write("suites/conftest.py", aimed(body))
     options = aimed(OPTIONS.get(attack, "")).split()
     variables = {key: aimed(value) for key, value in VARIABLES.get(attack, {}).items()}
-    result = forked(*GATE, *options, **variables)
+    result = lane.pytest(*GATE, *options, **variables)
     assert result.code != 0, result.out + result.err
     assert not (lane.root / "record.json").exists() or lane.record().red
 
@@ -205,14 +204,14 @@ REWRITTEN = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("file", REWRITTEN)
-def test_no_configuration_makes_a_fault_green(lane: Project, forked: Run, file: str, fault: str) -> None:
+def test_no_configuration_makes_a_fault_green(lane: Project, file: str, fault: str) -> None:
     plant(lane, fault)
     lane.write(file, REWRITTEN[file])
-    assert forked(*GATE).code != 0
+    assert lane.pytest(*GATE).code != 0
 
 
 @pytest.mark.parametrize("change", ["renamed", "removed", "unmarked", "renamed file"])
-def test_lost_test_is_red(lane: Project, forked: Run, change: str) -> None:
+def test_lost_test_is_red(lane: Project, change: str) -> None:
     """The test without a row is gone, whatever the reason."""
     plant(lane, "")
     file = "suites/model/test_law.py"
@@ -224,13 +223,13 @@ def test_lost_test_is_red(lane: Project, forked: Run, change: str) -> None:
         lane.write(
             file, text.replace(*edits.get(change, ('@lanes("cpu")\ndef test_law(lane)', "def test_law()")))
         )
-    result = forked(*GATE)
+    result = lane.pytest(*GATE)
     assert result.code == 1, result.out + result.err
     assert TESTS[2] in result.out
 
 
 @pytest.mark.parametrize("row", [True, False], ids=["row", "no row"])
-def test_rerun_to_green_is_red(lane: Project, forked: Run, row: bool) -> None:
+def test_rerun_to_green_is_red(lane: Project, row: bool) -> None:
     """pytest-rerunfailures repeats a failed test; bumpgate reads its report of the first attempt."""
     pytest.importorskip("pytest_rerunfailures")
     plant(lane, "")
@@ -240,4 +239,4 @@ def test_rerun_to_green_is_red(lane: Project, forked: Run, row: bool) -> None:
     )
     head, _, body = text.partition("):\n")
     lane.tests(f"{head}):\n{once}    assert not first\n{body}", path)
-    assert forked(*GATE, "-p", "pytest_rerunfailures", "--reruns", "2").code == 1
+    assert lane.pytest(*GATE, "-p", "pytest_rerunfailures", "--reruns", "2").code == 1

@@ -21,7 +21,7 @@ from bumpgate.process.file_transaction import digest
 from tests.support.builds import host_pytest
 from tests.support.gate_tree import CANARY
 from tests.support.local_index import LocalIndex, fake_wheel
-from tests.support.project import Project, Result, in_process
+from tests.support.project import Project, Result
 from tests.support.reports import save_record
 
 TEST = """
@@ -111,12 +111,6 @@ class AdoptTree(Project):
         made.env |= {"BUMPGATE_HOME": str(home / "bumpgate"), "TMPDIR": str(home)}
         made.home = home / "bumpgate"
         return made
-
-    def bumpgate(self, *args: str) -> Result:
-        """Run the command in this process, except for a gate: starting Python takes longer than most commands."""
-        if args[0] == "gate":
-            return super().bumpgate(*args)
-        return in_process(self.root, *args, env=self.env)
 
     def gate(self, version: str, *more: str) -> Result:
         """Gate a version, with results in a folder named after it."""

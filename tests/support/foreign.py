@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.forked import run_pytest
 from tests.support.project import COMMAND, Folder, Result
 from tests.support.tree import ROOT
 
@@ -47,7 +48,8 @@ class Foreign(Folder):
         }
 
     def pytest(self, *args: str, **env: str) -> Result:
-        return self._run("-m", "pytest", "-p", "bumpgate.plugin", "-p", "no:cacheprovider", *args, **env)
+        options = ("-p", "bumpgate.plugin", "-p", "no:cacheprovider")
+        return Result(*run_pytest(self.root, (*options, *args), self.env | env))
 
     def bumpgate(self, *args: str, **env: str) -> Result:
         return self._run("-c", COMMAND, *args, **env)

@@ -16,14 +16,16 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from bumpgate.core.baseline import Baseline, Reviewed, save
 from bumpgate.core.rows import Record, read_record
+from tests.support.forked import run_pytest
 from tests.support.lane_files import declare_lanes
 
 REPO = Path(__file__).parents[2]
@@ -119,15 +121,12 @@ def in_process(folder: Path, *args: str, env: Mapping[str, str] | None = None) -
     from bumpgate import cli  # not in every lane's environment
 
     out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+    given = nullcontext() if env is None else mock.patch.dict(os.environ, env, clear=True)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err), given:
         patch.chdir(folder)
         patch.setattr(sys, "argv", ["bumpgate", *args])
         if env is not None:
             patch.setattr(tempfile, "tempdir", None)
-            for name in {*os.environ} - {*env}:
-                patch.delenv(name)
-            for name, value in env.items():
-                patch.setenv(name, value)
         with pytest.raises(SystemExit) as ended:
             cli.main()
     return Result(int(ended.value.code or 0), out.getvalue(), err.getvalue())
@@ -200,11 +199,17 @@ class Project(Folder):
                 process.communicate()
 
     def pytest(self, *args: str, cwd: str = ".", **env: str) -> Result:
+        """Run pytest in a fork; a variable that Python reads when it starts needs a process of its own."""
+        if not any(name.startswith("PYTHON") for name in env):
+            return Result(*run_pytest(self.root / cwd, args, self.env | env))
         process = self.start("-m", "pytest", *args, cwd=cwd, **env)
         out, err = process.communicate(timeout=120)
         return Result(process.returncode, out, err)
 
     def bumpgate(self, *args: str) -> Result:
+        """Run the command in this process, except for a gate, which ends with its process."""
+        if args[0] != "gate":
+            return in_process(self.root, *args, env=self.env)
         process = self.start("-c", COMMAND, *args)
         out, err = process.communicate(timeout=120)
         return Result(process.returncode, out, err)
