@@ -48,7 +48,7 @@ def test_plugin_without_fixtures_imports_no_heavy_modules(tmp_path: Path) -> Non
         "    print('imported:', sorted(names & set(sys.modules)))\n",
     )
     foreign.write("test_a.py", "def test_a(): pass\n")
-    ran = foreign.pytest()
+    ran = foreign.pytest(PYTHONDONTWRITEBYTECODE="1")
     assert ran.code == 0, ran.out + ran.err
     assert "imported: []" in ran.out or "imported: ['packaging']" in ran.out
 

@@ -48,8 +48,11 @@ class Foreign(Folder):
         }
 
     def pytest(self, *args: str, **env: str) -> Result:
-        options = ("-p", "bumpgate.plugin", "-p", "no:cacheprovider")
-        return Result(*run_pytest(self.root, (*options, *args), self.env | env))
+        """Run pytest in a fork; a variable that Python reads when it starts needs a process of its own."""
+        options = ("-p", "bumpgate.plugin", "-p", "no:cacheprovider", *args)
+        if any(name.startswith("PYTHON") for name in env):
+            return self._run("-m", "pytest", *options, **env)
+        return Result(*run_pytest(self.root, options, self.env | env))
 
     def bumpgate(self, *args: str, **env: str) -> Result:
         return self._run("-c", COMMAND, *args, **env)
