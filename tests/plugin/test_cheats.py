@@ -37,6 +37,6 @@ def test_broken_instrument_is_not_green(
     root = copy_tree(tmp_path / "tree")
     for change in edits:
         edit(root, *change)
-    run = run_lane(root, TEST, environment=environment)
+    run = run_lane(root, TEST, environment={"TMPDIR": str(tmp_path), **environment})
     assert run.verdict(ROW) == "INSTRUMENT", run.output[-3000:]
     assert (run.code, reason in run.rows[ROW]["reason"]) == (1, True)

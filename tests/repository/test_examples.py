@@ -96,7 +96,8 @@ LAUNCHER = "examples/launcher/launch.sh"
 def judge_launcher(tmp_path: Path, script: Path, selection: str) -> dict[str, str]:
     """Run the launcher's tests of this repository on a launcher; return row id -> displayed verdict."""
     record = tmp_path / "record.json"
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "TMPDIR": str(tmp_path)}
     line = f"-m pytest -m cpu -n 0 suites/launch/test_environment.py --record={record}"
     done = subprocess.run(
         [sys.executable, *line.split(), "-k", selection, "--launcher", f"bash {script}"],

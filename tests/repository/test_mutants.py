@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long(60)
 def test_mutant_is_killed(mutant: Mutant, tmp_path: Path, record_property) -> None:
     root = copy_tree(tmp_path / "tree")
     mutant.plant(root)
-    run = run_lane(root, mutant.test)
+    run = run_lane(root, mutant.test, environment={"TMPDIR": str(tmp_path)})  # with the lock of the machine
     assert mutant.row in run.rows, f"row {mutant.row} was not measured\n{run.output[-3000:]}"
     name = mutant.name.replace("_", " ")
     report_fault(record_property, mutant.words[0], name, mutant.row, mutant.also_red(run))
