@@ -71,7 +71,7 @@ def _plain(f: Finding) -> Finding:
     """A finding without numbers in its head, so that equal causes merge. A host's own rows are one cause."""
     if f.rows and all(row.startswith("calibration/") for row in f.rows):
         return Finding(Decision.ADOPT, "HOST", "", "measured of the host, not of a build", f.rows)
-    head = "" if f.metric else re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "N", f.head)
+    head = "" if f.metric else re.sub(r"(?<!\w)\d+(\.\d+)?(e[+-]?\d+)?", "N", f.head)
     head = re.sub(r"^reviewed N.*", "beyond its reviewed limit", re.sub(r"^(not reviewed).*", r"\1", head))
     return replace(f, head=head, repro="")
 
