@@ -100,30 +100,33 @@ class LazyGroup(TyperGroup):
         return found
 
 
-def _set(name: str) -> Any:
-    """Return a callback that sets a variable of this process, and of those that it starts."""
-
-    def effect(value: bool) -> None:
-        if value:
-            os.environ[name] = "1"
-
-    return effect
+def _export(on: object, **variables: str) -> None:
+    """Set variables of this process, and of those that it starts."""
+    os.environ.update(variables if on else {})
 
 
 def _colour(value: str) -> None:
     if value not in ("auto", "always", "never"):
         raise BumpgateError(f"--color {value}: auto, always or never")
-    os.environ.update({"always": {"FORCE_COLOR": "1"}, "never": {"NO_COLOR": "1"}}.get(value, {}))
+    _export(value == "always", FORCE_COLOR="1")
+    _export(value == "never", NO_COLOR="1")
 
 
 def _output(
     quiet: Annotated[
         bool,
-        typer.Option("-q", "--quiet", callback=_set("BUMPGATE_QUIET"), help="Leave out progress."),
+        typer.Option(
+            "-q", "--quiet", callback=lambda on: _export(on, BUMPGATE_QUIET="1"), help="Leave out progress."
+        ),
     ] = False,
     verbose: Annotated[
         bool,
-        typer.Option("-v", "--verbose", callback=_set("BUMPGATE_VERBOSE"), help="All lines of a finding."),
+        typer.Option(
+            "-v",
+            "--verbose",
+            callback=lambda on: _export(on, BUMPGATE_VERBOSE="1"),
+            help="All lines of a finding.",
+        ),
     ] = False,
     color: Annotated[str, typer.Option(callback=_colour, help="auto, always or never.")] = "auto",
 ) -> None:
@@ -134,10 +137,9 @@ def _options_of_output() -> list[Any]:
     made = typer.Typer(**SETTINGS, add_completion=False)
     made.command()(_output)
     found: Any = typer.main.get_command(made)
-    options = [option for option in found.params if option.name in ("quiet", "verbose", "color")]
-    for option in options:
+    for option in found.params:
         option.expose_value = False
-    return options
+    return list(found.params)
 
 
 app = typer.Typer(cls=LazyGroup, **SETTINGS)

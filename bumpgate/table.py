@@ -1,17 +1,14 @@
 """Text output: the verdict table of a run and the differences of a rebaseline.
 
-On a terminal: columns and colour. Anywhere else: plain lines, nothing cut off, so that a log can be searched.
+Lines are not broken, so that a log can be searched, and a command copied; on a terminal they have colours.
 """
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from rich.style import Style
 
 from bumpgate.core.baseline import accept_new
 from bumpgate.core.errors import one_line
@@ -39,11 +36,10 @@ NOT_RUN = "NOT RUN"
 Entry = tuple[str, str, str, str]  # label, style, text, command
 
 
-def verdict_table(record: Record, where: str, *, verbose: bool = False, terminal: int | None = None) -> str:
+def verdict_table(record: Record, where: str, *, verbose: bool = False, terminal: bool = False) -> str:
     """Format the verdicts, worst first, with a command for rows other than PASS; PASS rows as counts per suite.
 
-    verbose: list the PASS rows too. where: the path of record.json, as shown. terminal: its width in columns; None if
-    stdout is not a terminal.
+    verbose: list the PASS rows too. where: the path of record.json, as shown. terminal: stdout is one.
     """
     stopped = [j for j in record.judgements if j.unreached]
     rows = [j for j in record.judgements if j not in stopped] if len(stopped) > 1 else record.judgements
@@ -56,8 +52,10 @@ def verdict_table(record: Record, where: str, *, verbose: bool = False, terminal
     together = {j.row.id for found in (new, *unlike_host.values()) for j in found}
     shown = [j for j in rows if (verbose or j.verdict is not Verdict.PASS) and j.row.id not in together]
     entries = [_entry(j, record) for j in _worst_first(shown)]
-    entries += [_of_one_reason(reason, found) for reason, found in unlike_host.items()]
-    entries += [_of_new(new, record)] if new else []
+    entries += [_together(f"{len(f)} rows: {why}", f, f[0].command) for why, f in unlike_host.items()]
+    if new:
+        title = f"{len(new)} row{'s' * (len(new) != 1)} measured and never reviewed"
+        entries.append(_together(title, new, accept_new(record)))
     if len(stopped) > 1:
         text = f"{len(stopped)} rows not measured because the run stopped early"
         entries.append((Verdict.MISSING.value, STYLE[Verdict.MISSING], text, ""))
@@ -67,13 +65,20 @@ def verdict_table(record: Record, where: str, *, verbose: bool = False, terminal
     if passed and not verbose:
         counts = ", ".join(f"{suite} {n}" for suite, n in sorted(passed.items()))
         entries.append((Verdict.PASS.value, STYLE[Verdict.PASS], counts, ""))
-    return f"{listing(entries, terminal)}record: {where}\n{summary(record)}"
+    return f"{listing(entries, terminal=terminal)}record: {where}\n{summary(record)}"
 
 
-def listing(entries: Iterable[Entry], terminal: int | None) -> str:
-    """Format entries, commands below their texts. terminal: width in columns; None for plain lines."""
-    safe = [(label, style, printable(redacted(text)), command) for label, style, text, command in entries]
-    return _coloured(safe, terminal) if terminal else _plain(safe)
+def listing(entries: Iterable[Entry], *, terminal: bool) -> str:
+    """Format entries, commands below their texts, as unbroken lines. terminal: with colours."""
+    lines = []
+    for label, style, text, command in entries:
+        head = f"{label:<13}"
+        first, *rest = printable(redacted(text)).split("\n")
+        lines.append(f"{Style.parse(style).render(head) if terminal else head} {first}\n")
+        lines += [f"{'':<13} {line}\n" for line in rest]
+        if command:
+            lines.append(f"{'':<13} -> {command}\n")
+    return "".join(lines)
 
 
 def summary(record: Record) -> str:
@@ -111,8 +116,7 @@ def change_lines(changes: Iterable[tuple[str, Value, Value, str]]) -> str:
     Columns are as wide as most cells need: a value may be a list of names, which makes only its own line longer.
     """
     rows = [
-        (row_id, f"{_show(old)} -> {_show(new)}", _percent(old, new), why)
-        for row_id, old, new, why in changes
+        (row_id, f"{show(old)} -> {show(new)}", _percent(old, new), why) for row_id, old, new, why in changes
     ]
     widths = [max((n for r in rows if (n := len(r[i])) <= WIDEST), default=0) for i in range(3)]
     lines = ("  ".join([*(f"{cell:<{w}}" for cell, w in zip(r, widths)), r[3]]).rstrip() for r in rows)
@@ -125,12 +129,12 @@ def _worst_first(judgements: Sequence[Judgement]) -> list[Judgement]:
 
 def _entry(j: Judgement, record: Record) -> Entry:
     """Format a row with its reason; rows other than PASS also with their numbers, rule and place."""
-    text = f"{j.row.id}: {j.reason}" if j.reason else f"{j.row.id}: {_show(j.row.value)} {j.row.unit}"
+    text = f"{j.row.id}: {j.reason}" if j.reason else f"{j.row.id}: {show(j.row.value)} {j.row.unit}"
     lines = [text]
     if j.verdict is not Verdict.PASS and not j.row.unmeasured:
         # Long texts are complete in the reason above.
         value, reviewed, limit = (
-            one_line(x, 40) for x in (_show(j.row.value), _show(j.reviewed), j.limit or "-")
+            one_line(x, 40) for x in (show(j.row.value), show(j.reviewed), j.limit or "-")
         )
         lines.append(f"value {value} | reviewed {reviewed} | limit {limit}")
         lines += [rule] if (rule := sentence(record, j.row.rule)) else []
@@ -138,50 +142,17 @@ def _entry(j: Judgement, record: Record) -> Entry:
     return j.label, STYLE[j.verdict], "\n".join(lines), j.command
 
 
-def _of_one_reason(reason: str, found: Sequence[Judgement]) -> Entry:
-    """Format rows that are not judged for one reason: a line each."""
-    lines = [f"{j.row.id}: {_show(j.row.value)} {j.row.unit}, reviewed {_show(j.reviewed)}" for j in found]
-    return (
-        found[0].label,
-        STYLE[found[0].verdict],
-        "\n".join([f"{len(found)} rows: {reason}", *sorted(lines)]),
-        found[0].command,
-    )
+def _together(title: str, found: Sequence[Judgement], command: str) -> Entry:
+    """Format rows of one cause: a line each, and one command for all."""
+    lines = [
+        f"{j.row.id}: {show(j.row.value)} {j.row.unit}"
+        + (f", reviewed {show(j.reviewed)}" if j.reviewed is not None else "")
+        for j in found
+    ]
+    return found[0].label, STYLE[found[0].verdict], "\n".join([title, *sorted(lines)]), command
 
 
-def _of_new(found: Sequence[Judgement], record: Record) -> Entry:
-    """Format the rows that were never reviewed: a line each, and one command for all."""
-    title = f"{len(found)} row{'s' * (len(found) != 1)} measured and never reviewed"
-    lines = sorted(f"{j.row.id}: {_show(j.row.value)} {j.row.unit}" for j in found)
-    return Verdict.NEW.value, STYLE[Verdict.NEW], "\n".join([title, *lines]), accept_new(record)
-
-
-def _plain(entries: Iterable[Entry]) -> str:
-    lines = []
-    for label, _, text, command in entries:
-        first, *rest = text.split("\n")
-        lines.append(f"{label:<13} {first}\n")
-        lines += [f"{'':<13} {line}\n" for line in rest]
-        if command:
-            lines.append(f"{'':<13} -> {command}\n")
-    return "".join(lines)
-
-
-def _coloured(entries: Iterable[Entry], width: int) -> str:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=width)
-    for label, style, text, command in entries:
-        table = Table(box=None, show_header=False, pad_edge=False)
-        table.add_column(no_wrap=True, min_width=13)
-        table.add_column(overflow="fold")
-        table.add_row(Text(label, style=style), Text(text))
-        console.print(table)
-        if command:  # unbroken, so that it can be copied
-            console.print(Text(f"-> {command}", style="dim"), soft_wrap=True)
-    return out.getvalue()
-
-
-def _show(value: Value) -> str:
+def show(value: Value) -> str:
     return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

@@ -56,3 +56,8 @@ def _path(text: str) -> str:
         return urlsplit(text).path if "://" in text else ""
     except ValueError:
         return ""
+
+
+def clock(seconds: float) -> str:
+    """Format seconds as minutes and seconds: 3:05."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

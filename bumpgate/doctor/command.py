@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -57,10 +56,11 @@ def command(
         shown |= {"healthy": healthy(findings), "checks": [f.to_json() for f in findings]}
         typer.echo(json.dumps(shown, indent=1))
     else:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         counts = [f"{n} {s.value}" for s in Status if (n := sum(f.status is s for f in findings))]
         verdict = "healthy" if healthy(findings) else "not fit"
-        typer.echo(f"{render(findings, width)}doctor: lane {lane}: {verdict}: {', '.join(counts)}")
+        typer.echo(
+            f"{render(findings, terminal=sys.stdout.isatty())}doctor: lane {lane}: {verdict}: {', '.join(counts)}"
+        )
     raise typer.Exit(0 if healthy(findings) else 1)
 
 
@@ -77,7 +77,7 @@ def newest_nightly(lane: LaneContext, package: str) -> Environment:
     return build(lane.request(candidate), say=lambda line: typer.echo(line, err=True))
 
 
-def render(findings: Iterable[CheckResult], terminal: int | None = None) -> str:
-    """Format findings in the order of the checks, fixes below defects. terminal: width in columns; None: plain."""
+def render(findings: Iterable[CheckResult], *, terminal: bool = False) -> str:
+    """Format findings in the order of the checks, fixes below defects. terminal: with colours."""
     lines = ((f.status, f"{f.code}  {f.check}: {f.reason}", f.fix) for f in findings)
-    return listing(((status.value, STYLE[status], text, fix) for status, text, fix in lines), terminal)
+    return listing(((s.value, STYLE[s], text, fix) for s, text, fix in lines), terminal=terminal)

@@ -12,13 +12,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
-from rich.table import Table
 from rich.text import Text
 
 from bumpgate.core.errors import loads
 from bumpgate.core.findings import NO_REGRESSION, Decision, Finding
 from bumpgate.core.gate_file import GateFile
-from bumpgate.core.text import printable
+from bumpgate.core.text import clock, printable
 from bumpgate.env.freeze import without_cuda
 from bumpgate.gate.materiality import variants
 from bumpgate.process.home import load_durations, save_durations
@@ -90,26 +89,15 @@ def read_progress(path: Path | None) -> dict[str, Any]:
         return {}
 
 
-def clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
-
-
 def findings_text(findings: Sequence[Finding], console: Console) -> None:
-    """Print the findings: on a terminal with both sides next to each other, else as unbroken lines, for a search."""
-    for f in findings if console.is_terminal else ():
-        label = f"{f.decision.name:<8} ", STYLE[f.decision]
-        console.print(Text.assemble(label, "\n".join([f.cause, *cut(f.rows)])))
-        console.print(_sides(f))
-        if f.repro:  # unbroken, so that it can be copied
-            console.print(f"-> {f.repro}", style="dim", markup=False, highlight=False, soft_wrap=True)
-        console.print()
-    for f in () if console.is_terminal else findings:
-        lines = [f"{f.decision.name:<8} {f.cause}"]
-        lines += [f"{'':<8} row {row}" for row in cut(f.rows)]
+    """Print the findings as unbroken lines, so that a log can be searched, and a command copied."""
+    for f in findings:
+        lines = [f" {f.cause}", *(f"{'':<8} row {row}" for row in cut(f.rows))]
         lines += [f"{'':<8} adopted:   {line}" for line in cut(f.adopted)]
         lines += [f"{'':<8} candidate: {line}" for line in cut(f.candidate)]
         lines += [f"{'':<8} -> {f.repro}"] if f.repro else []
-        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        label = f"{f.decision.name:<8}", STYLE[f.decision]
+        console.print(Text.assemble(label, "\n".join(lines)), soft_wrap=True)
 
 
 def cut(lines: Sequence[str]) -> list[str]:
@@ -118,15 +106,6 @@ def cut(lines: Sequence[str]) -> list[str]:
         return [*lines]
     more = len(lines) - SHOWN_LINES
     return [*lines[:SHOWN_LINES], *([f"... and {more} more in gate.json"] if more > 0 else [])]
-
-
-def _sides(f: Finding) -> Table:
-    """Return what both sides showed, next to each other."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
-    for title in ("adopted", "candidate"):
-        table.add_column(title, overflow="fold", ratio=1)
-    table.add_row(*(Text("\n".join(cut(side))) for side in (f.adopted, f.candidate)))
-    return table
 
 
 def notes(gate: GateFile) -> list[str]:

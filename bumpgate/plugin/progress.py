@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from bumpgate.core.rows import Judgement, Verdict, write_atomic
+from bumpgate.core.text import clock
 from bumpgate.plugin.sharing import WAITED_PROPERTY
 from bumpgate.process.home import load_durations, save_durations
 from bumpgate.process.host import PROGRESS
@@ -48,7 +49,7 @@ class Progress:
         self.running: dict[str, float] = {}
         self.failed: set[str] = set()
         self.shown: set[str] = set()
-        self.file = os.environ.get(PROGRESS, "")
+        self.file = Path(os.environ[PROGRESS]) if PROGRESS in os.environ else None
         self.started = self.printed = self.written = time.monotonic()
         self.lock = threading.Lock()
         self.ended = threading.Event()
@@ -127,10 +128,10 @@ class Progress:
         """`3:05 of about 12:10; 240 of 1201 tests; 96 rows: 95 PASS, 1 CHANGED; 41 s in suites/a.py::test_b`."""
         spent = time.monotonic() - self.started
         left = self._left(spent)
-        total = f" of about {_clock(spent + left)}" if left is not None else ""
+        total = f" of about {clock(spent + left)}" if left is not None else ""
         rows = list(self.judgements.values())
         counts = ", ".join(f"{n} {verdict.value}" for verdict, n in Counter(j.verdict for j in rows).items())
-        parts = [f"{_clock(spent)}{total}", f"{len(self.finished)} of {len(self.tests)} tests"]
+        parts = [f"{clock(spent)}{total}", f"{len(self.finished)} of {len(self.tests)} tests"]
         parts += [f"{len(rows)} row{'s' * (len(rows) != 1)}: {counts}"] if rows else []
         slowest = min(dict(self.running).items(), key=lambda running: running[1], default=None)
         parts += [f"{time.monotonic() - slowest[1]:.0f} s in {slowest[0]}"] if slowest else []
@@ -156,7 +157,7 @@ class Progress:
                 self.written = now
                 state = {"finished": len(self.finished), "tests": len(self.tests), "line": self.line()}
                 with contextlib.suppress(OSError):  # a full disk is reported at the end
-                    write_atomic(Path(self.file), json.dumps(state))
+                    write_atomic(self.file, json.dumps(state))
             if self.ended.is_set() or now - self.printed < (ON_TERMINAL if on_terminal else IN_LOG):
                 return
             self.printed = now
@@ -175,7 +176,3 @@ class Progress:
                 self.reporter._tw.line()  # after the letters of the tests
             self.reporter.write_line(text)
             self.reporter.flush()
-
-
-def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

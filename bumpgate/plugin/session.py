@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import time
 import warnings
 from typing import Any
@@ -141,11 +140,11 @@ class LaneSession:
         if record.red and exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
-        width = shutil.get_terminal_size().columns if reporter and reporter.hasmarkup else None
+        terminal = bool(reporter and reporter.hasmarkup)
         verbose = bool(reporter) and self.config.option.verbose > 0
         lines = [f"acceptance: {note}\n" for note in facts["acceptances"]]
         lines += [f"margin: {line}\n" for line in facts["margins"]]
-        self.closing = "".join(lines) + verdict_table(record, where, verbose=verbose, terminal=width)
+        self.closing = "".join(lines) + verdict_table(record, where, verbose=verbose, terminal=terminal)
 
     def _facts(self, judgements: list[Judgement]) -> dict[str, Any]:
         """Return what the provenance of a run that has ended also states; empty facts are left out of the record."""

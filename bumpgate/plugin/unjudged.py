@@ -9,6 +9,7 @@ import pytest
 from bumpgate.core.rows import Judgement
 from bumpgate.plugin.lanes import lanes_of
 from bumpgate.plugin.rows import ROW_PROPERTY
+from bumpgate.table import show
 
 
 class UnjudgedRows:
@@ -22,8 +23,7 @@ class UnjudgedRows:
         for name, value in report.user_properties:
             if name == ROW_PROPERTY:
                 row = Judgement.from_json(json.loads(str(value))).row
-                number = f"{row.value:.6g}" if isinstance(row.value, float) else row.value
-                self.rows[row.id] = f"{row.id}: {number} {row.unit}"
+                self.rows[row.id] = f"{row.id}: {show(row.value)} {row.unit}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.rows and terminalreporter.verbosity >= 0:

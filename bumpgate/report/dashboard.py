@@ -25,7 +25,7 @@ from bumpgate.core.rows import Value, is_finite, write_atomic
 from bumpgate.history.archive import MOST_DAYS, Archive, default_store
 from bumpgate.report.history import changes, same
 from bumpgate.report.html_page import fill
-from bumpgate.report.page import show
+from bumpgate.table import show
 
 MARK = '<meta name="generator" content="bumpgate dashboard">'
 PAGE = re.compile(r"[0-9a-f]{12}\.html")

@@ -17,7 +17,7 @@ from bumpgate.core.rows import is_finite
 from bumpgate.gate.evidence import read_judged
 from bumpgate.history import known_findings
 from bumpgate.history.archive import MOST_DAYS, Archive, Point, default_store
-from bumpgate.report.page import show
+from bumpgate.table import show
 
 ADD = "add"
 # Minimum number of readings in a level: a single outlier does not start a new one.

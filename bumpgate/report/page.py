@@ -13,11 +13,11 @@ from bumpgate.core.baseline import accept_new
 from bumpgate.core.errors import one_line
 from bumpgate.core.findings import PRODUCT, Decision, Finding, TimedOutcome, group
 from bumpgate.core.gate_file import GateFile, GateSide
-from bumpgate.core.rows import Judgement, Problem, ProblemKind, Record, Value, Verdict, is_finite
+from bumpgate.core.rows import Judgement, Problem, ProblemKind, Record, Verdict, is_finite
 from bumpgate.core.rules import places, sentence
 from bumpgate.env.freeze import without_cuda
 from bumpgate.gate.view import explained
-from bumpgate.table import summary
+from bumpgate.table import show, summary
 
 TONE = {Decision.HOLD: "bad", Decision.UNKNOWN: "open", Decision.ADOPT: "good"}
 # Parts that differ between rows of one cause: quoted values and numbers.
@@ -196,10 +196,6 @@ def _uncompared(gate: GateFile) -> str:
         return "the gate was cut short"
     absent = [side.name for side in (gate.adopted, gate.candidate) if side.record is None]
     return f"{' and '.join(absent)} left no record" if absent else ""
-
-
-def show(value: Value) -> str:
-    return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _record_row(j: Judgement, record: Record) -> RowView:

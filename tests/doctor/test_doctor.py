@@ -477,7 +477,7 @@ def test_terminal_rendering_keeps_complete_text() -> None:
     finding = CheckResult(
         "BG107", Part.ENVIRONMENT, "cache directories", Status.DEFECT, "y" * 90, "mkdir -p " + "z" * 90
     )
-    shown = doctor.render([finding], terminal=60)
+    shown = doctor.render([finding], terminal=True)
     assert "\x1b[" in shown
     assert (shown.count("y"), shown.count("z")) == (90, 90)
     assert "\x1b[" not in doctor.render([finding])

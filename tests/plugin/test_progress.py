@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import types
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bumpgate.core.rows import Judgement, Row, Verdict
+from bumpgate.gate.view import View
 from bumpgate.plugin import progress
 from bumpgate.plugin.progress import Progress
 from bumpgate.plugin.sharing import WAITED_PROPERTY
@@ -122,6 +125,7 @@ def test_lane_test_reports_its_wait_for_the_machine(project: Project) -> None:
 
 
 def test_failures_and_red_rows_are_printed_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BUMPGATE_PROGRESS", str(tmp_path / "run.progress"))
     run = started(monkeypatch, tmp_path, {})
     row = Row("compile/a/graphs", 3, "count", 1, "C1", better="derived", expected=2, test=SHORT)
     run.judgements["compile/a/graphs"] = Judgement(row, Verdict.CHANGED, "2 -> 3", "")
@@ -136,6 +140,13 @@ def test_failures_and_red_rows_are_printed_at_once(monkeypatch: pytest.MonkeyPat
     run.pytest_runtest_logfinish(SHORT)
     run.pytest_runtest_logfinish(LONG)
     assert len(run.reporter.lines) == 1, "a line of progress a minute"
+    out = io.StringIO()
+    with View(Console(file=out, force_terminal=True, width=100)).doing("rows", {"adopted": run.file}):
+        pass
+    assert "adopted: rows" in out.getvalue()
+    assert "1 of 2 tests; 1 row: 1 CHANGED" in out.getvalue(), (
+        "the bar of a gate reads the run's own progress"
+    )
 
 
 def test_lane_run_prints_pytests_counts_but_no_dots(lane: Project) -> None:

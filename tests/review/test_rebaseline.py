@@ -229,7 +229,6 @@ def test_new_rows_are_accepted_by_the_command_that_the_run_prints(repository: Re
         repository.path.write_bytes(before)
     repository.measure(count("new", 3), complete=False)
     assert "-> pytest -m cpu\n" in verdict_table(read_record(repository.root / "record.json"), "record.json")
-    assert "the run is NOT COMPLETE and measured 1 rows: correct what ended it" in repository.refuse("--new")
 
 
 def test_a_renamed_row_is_accepted_in_one_step(repository: Repository) -> None:
@@ -290,7 +289,7 @@ def test_rebaseline_refuses_unsuitable_record(repository: Repository) -> None:
     repository.measure(count("x", 2), torch="2.14.0", full_run=False)
     assert "another build is adopted from a whole run" in repository.refuse()
     repository.measure(count("x", 2), complete=False)
-    assert "NOT COMPLETE and measured 1 rows" in repository.refuse()
+    assert "NOT COMPLETE and measured 1 rows" in repository.refuse("--new")
     repository.accept("--only", "a/x/n", "--dry-run")
     repository.measure(count("x", 2), torch="2.14.0")
     assert "without --only" in repository.refuse("--only", "a/x/n")
@@ -381,11 +380,9 @@ def test_terminal_table_has_colour_and_complete_text(repository: Repository) -> 
     long = "z" * 150
     repository.measure(count("x", long), count("y", 1, expected=2))
     record = read_record(repository.root / "record.json")
-    shown, plain = verdict_table(record, "record.json", terminal=60), verdict_table(record, "record.json")
+    shown, plain = verdict_table(record, "record.json", terminal=True), verdict_table(record, "record.json")
     assert ("\x1b[" in shown, "\x1b[" in plain) == (True, False)
-    assert shown.replace("\n", "").count("z") >= 150
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
-    assert all(f"-> {j.command}" in lines for j in record.judgements), "a command is never broken"
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == plain, "no command is broken"
     assert long in plain
     assert max(map(cell_len, plain.splitlines())) > 150
     assert shown.endswith(summary(record))
