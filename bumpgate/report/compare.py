@@ -21,7 +21,7 @@ from bumpgate.gate.verdict import Side, judge_gate
 from bumpgate.report.markdown import SIGN, escape
 
 # Parts of a record's provenance that name what was installed and where.
-BUILD = ("torch", "torch_git", "triton", "python", "device", "driver", "cpu", "cores")
+BUILD = ("torch", "torch_git", "triton", "python", "device", "driver", "cpu", "cores", "commit", "started")
 SHOWN = 10  # rows of a cause
 TONES = {Decision.HOLD: "bad", Decision.UNKNOWN: "open"}
 # What a record did not run, or logged, is no difference of the rows of both.
