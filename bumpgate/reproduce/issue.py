@@ -56,7 +56,8 @@ def known_issues(root: Path, found: Reproduction, place: str) -> list[Known]:
         if i.matches(shown.splitlines())
     ]
     for file, function, link, error in _cases(root):
-        if f"{file}:{function.name}" == place or ast.get_docstring(function) == found.program.title + ".":
+        title_ = (ast.get_docstring(function) or "").rstrip(".")
+        if f"{file}:{function.name}" == place or title_ == found.program.title.rstrip("."):
             issues.append(Known(link, "the program is a case of the corpus that names it"))
         elif len(error) >= TELLING and error in shown:
             issues.append(Known(link, f"its error is {error!r}, too"))
