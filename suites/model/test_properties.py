@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -113,6 +113,15 @@ def hybrids(draw: st.DrawFn, *, features: bool = False) -> Drawn:
     return chosen
 
 
+# One of two equal blocks has an Engram branch, and the streams open in another one than they close.
+WRAPPED: Drawn = {
+    "layer_pattern": "AMAE",
+    "depth": 4,
+    "engram": EngramConfig((0,)),
+    "hyper": HyperConfig(2, 2),
+}
+
+
 def hybrid(drawn: Drawn, **changes: Any) -> HybridConfig:
     return HybridConfig("drawn", "narrow", **SIZES | drawn | changes)
 
@@ -149,6 +158,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 @examples
 @given(drawn=hybrids(features=True), policy=st.sampled_from(POLICIES))
+@example(drawn=WRAPPED, policy="regional")
 def test_counts_follow_from_the_pattern_under_every_policy(drawn: Drawn, policy: str) -> None:
     """Also the budget of programs, which stops a run that compiles more."""
     config = hybrid(drawn, null_rho=0.0)
