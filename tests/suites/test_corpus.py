@@ -24,7 +24,7 @@ EDGE = Case("area", 1, ("2.9.0", "2.10.0"), ("2.8.0", "2.13.0"), "", edge)
 def test_stated_releases_agree_with_the_range(case: Case) -> None:
     known = Requirement(case.known_in).specifier
     assert case.bad
-    assert case.good
+    assert case.good or case.issue, "a defect that no release is without has an open thread"
     for stated in (case.bad, case.good):
         assert list(stated) == sorted(set(stated), key=Version)
     assert [v for v in (*case.bad, *case.good) if known.contains(v)] == list(case.bad)
