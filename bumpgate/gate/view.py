@@ -17,6 +17,7 @@ from rich.text import Text
 from bumpgate.core.errors import loads
 from bumpgate.core.findings import NO_REGRESSION, Decision, Finding
 from bumpgate.core.gate_file import GateFile
+from bumpgate.core.rows import Verdict
 from bumpgate.core.text import clock, printable
 from bumpgate.env.freeze import without_cuda
 from bumpgate.gate.materiality import variants
@@ -28,7 +29,7 @@ SHOWN_LINES = 6
 STEPS = "steps of gates"
 # Findings on rows that both sides measured: speed, memory, counts, numbers.
 OF_CODE = ("REGRESSION", "CHANGED", "SLOWER", "SLOW MODE", "CREEP")
-EQUAL_OUTCOMES = tuple(outcome.value for outcome in NO_REGRESSION)
+EQUAL_OUTCOMES = (*(outcome.value for outcome in NO_REGRESSION), Verdict.NEW.value)
 
 
 class _Seen(ProgressColumn):
@@ -68,7 +69,7 @@ class View:
             yield lambda text: None
             return
         started, key = time.monotonic(), f"{self.lane}: {what}"
-        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20), _Seen())
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(12), _Seen())
         with Progress(*columns, console=self.console, transient=True, refresh_per_second=2) as shown:
             expected = load_durations(STEPS).get(key, 0.0)
             tasks = [

@@ -153,11 +153,12 @@ def test_first_run_is_one_card_with_its_command() -> None:
 
 def test_unknown_gate_says_what_was_equal_and_what_to_do(tmp_path: Path) -> None:
     open_time = paired(TimedOutcome.INCONCLUSIVE, 1.0)
-    sides = Side("torch 2.13.0", record(*RIGHT)), Side("torch 2.14.0", record(*RIGHT))
+    rows = (*RIGHT, judged(Verdict.NEW, row("a/new/c")))
+    sides = Side("torch 2.13.0", record(*rows)), Side("torch 2.14.0", record(*rows))
     path, _ = write_gate(tmp_path, *sides, {"throughput/x/seconds": open_time})
     shown = read(path)
     assert shown.meaning[0].startswith("UNKNOWN: evidence is missing")
-    assert "nothing was found against the candidate: 2 of 2 decided rows are equal" in shown.meaning[1]
+    assert "nothing was found against the candidate: 3 of 3 decided rows are equal" in shown.meaning[1]
     assert shown.meaning[2] == "bumpgate gate --lane cpu --candidate torch==2.14.0 --resume"
     assert all(line in html_page(shown).replace("&#39;", "'") for line in shown.meaning)
     moved = ("nvidia-cublas 13.0 -> 13.1", "nvidia-nccl 2.29 -> 2.30", "torch 2.13.0 -> 2.14.0")
