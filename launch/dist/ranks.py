@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ class Layout:
 
     style: "ddp" or "fsdp2".
     tensor: number of ranks that divide the attention heads between them and see the same rows.
-    expert: whether the ranks divide the experts.
+    expert: whether the ranks of different rows divide the experts.
     """
 
     style: str = "ddp"
@@ -43,8 +42,6 @@ class Layout:
         """Return the number of shares of each batch. Raises ContractError if the ranks do not fit."""
         if (self.tensor > 1 or self.expert) and self.style != "fsdp2":
             raise ContractError(f"tensor and expert parallelism are for style fsdp2, not {self.style}")
-        if self.tensor > 1 and self.expert:
-            raise ContractError("tensor and expert parallelism cannot be combined")
         if world % self.tensor:
             raise ContractError(f"{world} ranks cannot be divided into groups of {self.tensor}")
         return world // self.tensor
@@ -154,9 +151,14 @@ class Ranks:
             return None, share, None
         names = ("data", "tensor")
         mesh = init_device_mesh(self.device.type, (shares, layout.tensor), mesh_dim_names=names)
-        if layout.tensor > 1:
-            return mesh["data"], share, partial(shard_attention, mesh=mesh["tensor"])
-        return mesh["data"], share, partial(shard_experts, mesh=mesh["data"]) if layout.expert else None
+
+        def divide(model: Hybrid) -> None:
+            if layout.tensor > 1:
+                shard_attention(model, mesh["tensor"])
+            if layout.expert:
+                shard_experts(model, mesh["data"])
+
+        return mesh["data"], share, divide if layout.tensor > 1 or layout.expert else None
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over the ranks."""

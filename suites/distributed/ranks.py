@@ -1,8 +1,8 @@
 """Ranks in forked processes after one import of torch: functions of programs, training, steps or nccl.
 
-`python -m suites.distributed.ranks cpu 2 '{"case": {"program": ...}}'` prints a JSON line per case: on gloo, or on NCCL
-with "cuda", where each rank has its own GPU. A rank has the contract's variables. One that has returned its result
-stays alive until the others have returned their own: leaving would abort their collective.
+`python -m suites.distributed.ranks cpu 2 FILE '{"case": {"program": ...}}'` writes the results of each case to a JSON
+file: on gloo, or on NCCL with "cuda", where each rank has its own GPU. A rank has the contract's variables. One that
+has returned its result stays alive until the others have returned their own: leaving would abort their collective.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from bumpgate.plugin.timing import machine
@@ -24,6 +26,7 @@ from launch.contract import apply_dynamo, load
 from launch.dist.ranks import Ranks
 from launch.retry import free_port
 from suites.support.child import ROOT
+from suites.support.lanes import Lane
 
 SECONDS = 900.0
 CASE = 120.0
@@ -44,21 +47,35 @@ def run_cases(
 
     variables: what the environment of all ranks has from the start, before torch is imported.
     """
-    program = [sys.executable, "-m", "suites.distributed.ranks", device, str(ranks), json.dumps(cases)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # compile times are of this process
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA must not start before the ranks are forked
-    tail = run([Child("ranks", program, environment)], seconds=SECONDS, cwd=ROOT)["ranks"]
-    lines = [json.loads(line) for line in tail if line.startswith('{"case"')]
-    return {line["case"]: line["results"] for line in lines}
+    with tempfile.TemporaryDirectory(prefix="bumpgate-ranks-") as folder:
+        file = Path(folder) / "results.json"
+        program = [
+            sys.executable,
+            "-m",
+            "suites.distributed.ranks",
+            device,
+            str(ranks),
+            str(file),
+            json.dumps(cases),
+        ]
+        run([Child("ranks", program, environment)], seconds=SECONDS, cwd=ROOT)
+        return json.loads(file.read_text())
 
 
 def run_shared(
-    cases: Mapping[str, Mapping[str, Any]], device: str, variables: Mapping[str, str] = {}
+    cases: Mapping[str, Mapping[str, Any]], device: str, ranks: int = 2, variables: Mapping[str, str] = {}
 ) -> dict[str, list[dict[str, Any]]]:
     """Run cases for the fixture of a module: on a GPU no test is timed meanwhile, as during a test."""
     with machine(exclusive=False) if device == "cuda" else nullcontext():
-        return run_cases(cases, device, variables=variables)
+        return run_cases(cases, device, ranks, variables)
+
+
+def ranks_of(lane: Lane) -> int:
+    """Return how many ranks a test starts whose contract holds for any number: one a GPU, two on the CPU."""
+    return max(2, lane.count)
 
 
 def sound(results: Mapping[str, list[dict[str, Any]]], *names: str) -> list[dict[str, Any]]:
@@ -147,9 +164,9 @@ def main() -> None:
     import suites.distributed.steps
     import suites.distributed.training  # noqa: F401  (before the forks, which share them)
 
-    device, ranks, cases = sys.argv[1:]
-    for case, options in json.loads(cases).items():
-        print(json.dumps({"case": case, "results": _case(device, int(ranks), **options)}), flush=True)
+    device, ranks, file, cases = sys.argv[1:]
+    found = {case: _case(device, int(ranks), **options) for case, options in json.loads(cases).items()}
+    Path(file).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 
 from launch.warmup import MONITORING
 from suites.distributed.nccl import COLLECTIVES, killed_by
-from suites.distributed.ranks import run_shared, sound
+from suites.distributed.ranks import ranks_of, run_shared, sound
 from suites.support.lanes import Lane, lanes
 from suites.support.planted import planted
 
@@ -43,7 +43,7 @@ def results(lane: Lane, logs: Path) -> dict[str, list[dict]]:
     monitored = {"seconds": 2 * KEPT, "given": {**beat, MONITORING: "1"}, "log": str(logs / "stopped")}
     cases = {"facts": {"program": "group_facts"}, "late": late, "stopped": stopped}
     cases |= {"late, short timeout": {**late, **short}, "stopped, monitored": {**stopped, **monitored}}
-    return run_shared(cases, lane.device)
+    return run_shared(cases, lane.device, ranks_of(lane))
 
 
 def test_nccl_groups_have_the_contract_timeout(results, row) -> None:
@@ -73,7 +73,8 @@ def test_sequence_numbers_agree_between_ranks(results, row) -> None:
 
 def test_traces_number_collectives_alike_on_all_ranks(lane: Lane, row) -> None:
     """Since torch 2.12 a trace has the number of each collective, by which the traces of ranks can be joined."""
-    first, *others = ranks = sound(run_shared({"trace": {"program": "traced_numbers"}}, lane.device), "trace")
+    cases = {"trace": {"program": "traced_numbers"}}
+    first, *others = ranks = sound(run_shared(cases, lane.device, ranks_of(lane)), "trace")
     assert {name: len(numbers) for name, numbers in first.items()} == COLLECTIVES
     numbered = not any(None in numbers for numbers in first.values())
     about = {"seen": sum(map(len, first.values())), "rule": "R1", "evidence": ranks}

@@ -1,4 +1,4 @@
-"""Throughput over ranks: NCCL on 2, 4 and 8 GPUs, as many as there are; and that the measurement sees a slow exchange.
+"""Throughput over ranks: NCCL on 2, 4 and 8 GPUs of one host; and that the measurement sees a slow exchange.
 
 Rules C14, C18.
 """
@@ -9,15 +9,23 @@ import pytest
 
 from suites.distributed import scaling
 from suites.distributed.ranks import run_cases, sound
-from suites.support.lanes import Lane, lanes
+from suites.support.lanes import LANES, Lane, lanes
 from suites.support.planted import planted
 from suites.support.reduce import largest
 
 
-@lanes("h200x2")
 # It waits until no other test runs, and compiles nam52 twice from empty caches.
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("world", scaling.WORLDS)
+@pytest.mark.parametrize(
+    ("lane", "world"),
+    [
+        pytest.param(lane, world, id=f"{world}-{lane.name}", marks=getattr(pytest.mark, lane.name))
+        for lane in LANES.values()
+        for world in scaling.WORLDS
+        if world <= lane.count
+    ],
+    scope="session",
+)
 def test_throughput_scales_over_gpus(lane: Lane, world: int, exclusive_machine: None, row) -> None:
     scaling.report(world, row)
 

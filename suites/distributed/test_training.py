@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from suites.distributed.ranks import run_shared, sound
-from suites.distributed.training import FAULTS, SAVED, STEPS
-from suites.support.lanes import Lane, lanes
+from suites.distributed.training import FAULTS, LAYOUTS, SAVED, STEPS
+from suites.support.lanes import MANY_GPUS, Lane, lanes
 from suites.support.planted import planted
 from suites.support.reduce import largest, smallest
 
@@ -17,6 +17,8 @@ pytestmark = pytest.mark.long(90)
 
 WHOLE = ("ddp", "fsdp2")
 DIVIDED = ("expert", "tensor")
+GRID = "expert and tensor"
+MANY = 8  # ranks on the CPU; on GPUs one each
 # Blocks of the compiled models: those that a division changes, and no more.
 COMPILED = {"ddp": "AE", "fsdp2": "AE", "expert": "E", "tensor": "A"}
 # Relative, in fp64 and fp32: sums in another order; a fault is larger by orders of magnitude.
@@ -146,6 +148,23 @@ def test_divided_blocks_train_as_one_process(lane: Lane, division: str, results,
     assert {one["programs"] for one in compared} == {0, 2}
     faulty = sound(results, NO_EXCHANGE if division == "expert" else NO_SUM)
     assert all(one["gradients"]["relative"] > 1e-3 for one in faulty), faulty
+
+
+@lanes("cpu", *MANY_GPUS)
+def test_many_ranks_train_as_one_process(lane: Lane, row) -> None:
+    """With experts and heads divided at once, in two columns of ranks; on GPUs also in every other layout."""
+    layouts = LAYOUTS if lane.device == "cuda" else (GRID,)
+    wide = {"program": "compare", "wide": True, "steps": 1, "pattern": "AE"}
+    cases: dict[str, dict] = {division: {**wide, "division": division} for division in layouts}
+    cases |= {fault: {**cases[GRID], "fault": fault} for fault in (NO_EXCHANGE, NO_SUM)}
+    found = run_shared(cases, lane.device, MANY if lane.device == "cpu" else lane.count)
+    for division in layouts:
+        compared = sound(found, division)
+        case = f"distributed/train-{division.replace(' ', '_')}-{len(compared)}_ranks/gradient_error"
+        apart = largest(one["gradients"]["relative"] for one in compared)
+        row.bound(case, apart, "ratio", at_most=ROUNDING, **about(compared))
+        assert all(one["losses"] == pytest.approx(one["one"], rel=ROUNDING) for one in compared)
+    assert all(one["gradients"]["relative"] > 1e-3 for one in sound(found, NO_EXCHANGE, NO_SUM))
 
 
 @lanes("cpu", "h200x2")

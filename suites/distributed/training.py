@@ -47,6 +47,7 @@ LAYOUTS = {
     "fsdp2": Layout("fsdp2"),
     "expert": Layout("fsdp2", expert=True),
     "tensor": Layout("fsdp2", tensor=2),
+    "expert and tensor": Layout("fsdp2", tensor=2, expert=True),
 }
 
 

@@ -13,6 +13,8 @@ from bumpgate.plugin.devices import PJRT_CPU, V6E
 __all__ = ["LANES", "PJRT_CPU", "V6E", "V6E_AOT", "Lane", "lanes", "needs_tpu"]
 
 LANES = declared.load(Path(__file__).parents[2])
+# Lanes of more GPUs than a test needs to compare two ranks.
+MANY_GPUS = [lane.name for lane in LANES.values() if lane.count > 2]
 # Device of v6e-lane rows that were measured with the TPU compiler but without a TPU, next to PJRT_CPU and V6E.
 V6E_AOT = "v6e-aot"
 

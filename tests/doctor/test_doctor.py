@@ -441,7 +441,7 @@ NOT_THE_CONTRACT = "contract.toml: not the contract"
 @pytest.mark.parametrize(
     ("arguments", "file", "content", "words"),
     [
-        (("--lane", "gpu"), "", "", "unknown lane 'gpu'; lanes: cpu, h100, h200, h200x2, v6e"),
+        (("--lane", "gpu"), "", "", "unknown lane 'gpu'; lanes: cpu, h100, h100x4"),
         (("--python", "/absent/python"), "", "", "--python /absent/python: no such interpreter"),
         (("--frob",), "", "", "--frob"),
         ((), "launch/contract.toml", "schema = ", f"{NOT_THE_CONTRACT} (Invalid value"),

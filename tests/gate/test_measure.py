@@ -546,7 +546,7 @@ PAIR = f"--lane cpu --python-candidate {sys.executable}"
 BOTH = f"{PAIR} --python-adopted {sys.executable}"
 # Message -> the arguments that are refused with it.
 REFUSALS = {
-    "unknown lane 'tpu'; lanes: cpu, h100, h200, h200x2, v6e": "--lane tpu --candidate torch==1",
+    "unknown lane 'tpu'; lanes: cpu, h100, h100x4": "--lane tpu --candidate torch==1",
     "name the candidate: --candidate 'torch==X'": "--lane cpu",
     "--base gone: no such commit here": "--lane cpu --base gone",
     "or --python-candidate PATH": f"{PAIR} --candidate torch==1",

@@ -239,7 +239,7 @@ def test_accepted_file_round_trip_is_sorted(tmp_path: Path) -> None:
         (GOOD_ENTRY, GOOD_ENTRY * 2, f"entry 2: duplicate entry {BREAKS} 17 of lane cpu"),
         ('owner = "ada"\n', "", "an entry has the fields"),
         ("[[accepted]]", "[[accepted]]\nnote = 1", "an entry has the fields"),
-        ('"cpu"', '"gpu"', "lane must be one of cpu, h100, h200, h200x2, v6e, got 'gpu'"),
+        ('"cpu"', '"gpu"', "lane must be one of cpu, h100, h100x4"),
         ("graph_breaks", "Graph Breaks", "row must read suite/case/metric"),
         ('"ada"', '" "', "owner must be one line of text"),
         ('"ada"', '"a\\nb"', "owner must be one line of text"),
@@ -382,7 +382,7 @@ def test_accept_refuses_a_record_of_other_sources(repository: Path, call: Call) 
     assert call("accept", "a/b/n", *WHO, *SOON, "--other-tree")[0] == 0
 
 
-LANES = "cpu, h100, h200, h200x2, v6e"
+LANES = "cpu, h100, h100x4, h100x8, h200, h200x2, h200x4, h200x8, v6e"
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ def test_rebaseline_takes_new_build_but_not_new_machine(repository: Repository) 
         ((), "name a command"),
         (("bisecct",), "bisecct"),
         (("rebaseline",), "--lane"),
-        (("rebaseline", "--lane", "tpu"), "unknown lane 'tpu'; lanes: cpu, h100, h200, h200x2, v6e"),
+        (("rebaseline", "--lane", "tpu"), "unknown lane 'tpu'; lanes: cpu, h100, h100x4"),
         ((*ACCEPT, "--record", "none.json"), "none.json: cannot be read"),
         ((*ACCEPT, "--frob"), "--frob"),
     ],
