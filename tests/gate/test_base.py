@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ def test_net(row):
 
 
 @pytest.fixture
-def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Foreign:
+def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Foreign]:
     """A project of one commit whose package net counts 13. Its environment has a torch that imports at once."""
     made = Foreign(tmp_path)
     made.write("bumpgate.toml", f'{LANE}requirements = "requirements.txt"\n')
@@ -43,7 +45,9 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Foreign:
     made.env["BUMPGATE_HOME"] = str(tmp_path / ".home")
     environment = Environment("net", tmp_path / ".env/bin/python", "0" * 20)
     monkeypatch.setattr(environments, "build", lambda request, say: environment)
-    return made
+    handler = signal.getsignal(signal.SIGTERM)
+    yield made
+    signal.signal(signal.SIGTERM, handler)
 
 
 def gate(foreign: Foreign, base: str) -> tuple[Result, dict[str, Any]]:
