@@ -121,13 +121,6 @@ def test_empty_selection_is_not_green(lane: Project, workers: str) -> None:
     assert result.out.count("nothing was selected: not green") == 1
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
-def test_marker_that_reads_like_the_lane_is_named(lane: Project, workers: str) -> None:
-    lane.tests("import pytest\n@pytest.mark.cpuu\ndef test_x():\n    pass\n")
-    ran = lane.pytest("-m", "cpu", "-n", workers, "suites/compile/test_a.py")
-    assert "not green; the marker 'cpuu' is no lane: did you mean cpu?" in ran.out, ran.out + ran.err
-
-
 def test_child_of_a_gate_declares_a_selection_only(lane: Project) -> None:
     for arguments, part in ((["suites/compile"], [1, 2]), ([], None)):
         record = lane.root / f"{len(arguments)}.json"

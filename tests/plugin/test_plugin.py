@@ -53,6 +53,15 @@ def test_plugin_without_fixtures_imports_no_heavy_modules(tmp_path: Path) -> Non
     assert "imported: []" in ran.out or "imported: ['packaging']" in ran.out
 
 
+def test_marker_that_reads_like_the_lane_is_named(tmp_path: Path) -> None:
+    foreign = Foreign(tmp_path)
+    foreign.write("bumpgate.toml", LANE)
+    foreign.write("test_a.py", "import pytest\n@pytest.mark.mien\ndef test_a(): pass\n")
+    ran = foreign.pytest("-m", "mine")
+    assert ran.code == 5, ran.out + ran.err
+    assert "nothing was selected: not green; the marker 'mien' is no lane: did you mean mine?" in ran.out
+
+
 @pytest.mark.parametrize("fixture", ["dynamo_watch", "inductor_watch"])
 def test_broken_torch_fails_only_the_test_that_uses_it(tmp_path: Path, fixture: str) -> None:
     foreign = Foreign(tmp_path)
