@@ -105,8 +105,8 @@ def _write_issue(
     found: Reproduction, file: Path, name: str, bisected: Mapping[str, Any], known: list[Known], changed: str
 ) -> None:
     """Write the issue's text, and print its title and what may be the same issue."""
-    write_atomic(file, body(found, name, bisected, known, changed))
-    typer.echo(f"wrote {file}, an issue for {TRACKERS[name]}; it is not sent\ntitle: {title(found, name)}")
+    write_atomic(file, f"# {title(found, name)}\n\n{body(found, name, bisected, known, changed)}")
+    typer.echo(f"wrote {file}, an issue for {TRACKERS[name]}: {title(found, name)}; it is not sent")
     for one in known:
         typer.echo(f"may be known: {one.link} ({one.why})")
     if not known:

@@ -304,7 +304,11 @@ def test_an_issue_has_the_template_the_bisect_and_what_may_be_known(
     text = (project / "found.md").read_text()
     assert code == 0, printed
     assert "may be known: https://github.com/pytorch/pytorch/issues/4711 (its error is" in printed
-    assert "an issue for https://github.com/pytorch/pytorch/issues; it is not sent" in printed
+    assert (
+        "an issue for https://github.com/pytorch/pytorch/issues: [2.14.0 regression] raised; it is not"
+        in printed
+    )
+    assert text.startswith("# [2.14.0 regression] raised\n")
     headings = re.findall("^### .*", text, re.MULTILINE)
     assert headings == ["### 🐛 Describe the bug", "### Changed code", "### Error logs", "### Versions"]
     for part in (
