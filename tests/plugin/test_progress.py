@@ -187,7 +187,7 @@ p.Progress.line, p.Progress._show = kept, shown
 @pytest.mark.parametrize("plugins", ["xdist.plugin,pytest_timeout", "pytest_timeout,xdist.plugin"])
 def test_progress_is_printed_while_a_test_runs(project: Project, plugins: str) -> None:
     project.baseline(good=counted("test_good"))
-    waits = '    while not os.path.exists("printed"):\n        time.sleep(0.01)\n'
+    waits = '    for _ in range(6000):\n        time.sleep(0.0 if os.path.exists("printed") else 0.01)\n'
     project.tests(GOOD.replace("    row.count(", f"{waits}    row.count("))
     project.write("suites/conftest.py", SAYS_PRINTED)
     ran = project.pytest("-m", "cpu", "-n", "1", PYTEST_PLUGINS=plugins)
