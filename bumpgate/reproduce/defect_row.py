@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 from packaging.version import Version
 
 from bumpgate.core import rules
+from bumpgate.core.baseline import investigate
 from bumpgate.core.errors import BumpgateError
 from bumpgate.core.rows import Verdict, read_record
 from bumpgate.process import child
@@ -27,7 +29,8 @@ def test_{name}(row):
 {found}
     row.defect(
         {row!r}, bool(found), known_in={known_in!r},
-        reason={title!r}, witness=1, {rule}program={name},
+        reason={title!r},
+        witness=1, {rule}program={name},
     )
 '''
 CALLED = "    torch.manual_seed(0)\n    found = {name}(){beyond}"
@@ -81,7 +84,7 @@ def text(found: Reproduction, row: str, lane: str, range_: str, root: Path) -> s
 def check(found: Reproduction, root: Path, file: Path, lane: str) -> str:
     """Run the test without its range on both sides; return both results in a line.
 
-    A row that nobody has reviewed yet is MISSING if the defect is absent. Raises BumpgateError if a result is wrong.
+    A row that nobody has reviewed yet is NEW if the defect is absent. Raises BumpgateError if a result is wrong.
     """
     if root not in file.parents:
         return f"not run: it is outside of {root}; name an --out in it"
@@ -94,10 +97,11 @@ def check(found: Reproduction, root: Path, file: Path, lane: str) -> str:
         blind.write_text(text, encoding="utf-8")
         for side, word, right in (
             (found.bad, "red", [Verdict.REGRESSION]),
-            (found.good, "green", [Verdict.PASS, Verdict.MISSING]),
+            (found.good, "green", [Verdict.PASS, Verdict.NEW]),
         ):
             record.unlink(missing_ok=True)
-            command = [str(side.python), "-m", "pytest", "-m", lane, f"--record={record}", str(blind)]
+            pytest = shlex.split(investigate(lane, str(blind)))
+            command = [str(side.python), "-m", *pytest, f"--record={record}"]
             child.run_child(command, root, child_environment(side.python, root), SECONDS, log)
             printed = read_or_empty(log)
             if "No module named pytest" in printed:
