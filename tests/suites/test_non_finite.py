@@ -19,7 +19,7 @@ from bumpgate.plugin import rows
 from launch import ablation
 from suites.kernels import golden
 from suites.model import golden as model_golden
-from suites.numerics import test_compiled_gradients
+from suites.numerics import gradients
 from suites.support.comparison import error_ratio, outside
 from suites.support.reduce import (
     growth,
@@ -134,7 +134,7 @@ def test_golden_differences_report_a_non_finite_array(value: float) -> None:
 def test_compiled_gradient_ratios_keep_a_non_finite_error(column: int, value: float) -> None:
     errors = {"first": [1e-14, 1e-14], "last": [1e-14, 1e-14]}
     errors["last"][column] = value
-    ratios = test_compiled_gradients.error_ratios(errors, floor=1e-15)
+    ratios = gradients.error_ratios(errors, floor=1e-15)
     assert name_of_largest(ratios) == "last"
     assert not math.isfinite(ratios["last"])
 
