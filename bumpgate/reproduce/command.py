@@ -77,6 +77,12 @@ def command(options: Options) -> None:
     changed = options.changed.read_text(encoding="utf-8") if options.changed else ""
     sides = [environment(name, Path(python)) for name, python in pythons.items()]
     target = options.out or Path(re.sub(r"\W+", "_", row or program).strip("_") + ".py")
+    issue, test = target.with_suffix(".md"), target.with_name(f"test_{target.stem}.py").absolute()
+    for path, sign in ((target, "125 neither."), (issue, "### 🐛 Describe"), (test, "A known defect: move")):
+        if path.is_file() and sign not in path.read_text(encoding="utf-8", errors="replace"):
+            raise ReproduceError(
+                f"{path}: this file is no earlier output of this command: name another --out"
+            )
     kept = target.with_suffix(".best.py")
     work = target.with_suffix(".work")
     with Bench(sides[0], sides[1], work) as bench:
@@ -89,16 +95,13 @@ def command(options: Options) -> None:
     typer.echo(summary(found, target, options.times))
     name = package(found, bisected)
     if options.issue:
-        _write_issue(
-            found, target.with_suffix(".md"), name, bisected, known_issues(root, found, program), changed
-        )
+        _write_issue(found, issue, name, bisected, known_issues(root, found, program), changed)
     if options.as_row:
         first = str(bisected.get("first") or "") if bisected.get("package") == name else ""
-        file = target.with_name(f"test_{target.stem}.py").absolute()
         write_atomic(
-            file, defect_row.text(found, row, options.lane, defect_row.known_in(found, name, first), root)
+            test, defect_row.text(found, row, options.lane, defect_row.known_in(found, name, first), root)
         )
-        typer.echo(f"wrote {file.name}: {defect_row.check(found, root, file, options.lane)}")
+        typer.echo(f"wrote {test.name}: {defect_row.check(found, root, test, options.lane)}")
 
 
 def _write_issue(

@@ -71,9 +71,11 @@ def command(options: Options) -> None:
 def _run(side: Environment, options: Options) -> Code:
     """Run the test in one environment, and read what it compiled."""
     place = options.out.absolute() / side.name
+    names = {"TORCH_TRACE": "trace", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    if place.is_dir() and not {path.name for path in place.iterdir()} <= {*names.values()}:
+        raise BumpgateError(f"{place}: this folder is no earlier output of this command: name another --out")
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    names = {"TORCH_TRACE": "trace", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
     first = Path(options.test[0])
     script = first.suffix == ".py" and not first.name.startswith("test_")
     variables = child_environment(side.python, None if script else find_root(Path.cwd()))

@@ -116,6 +116,15 @@ def test_bad_input_is_one_line(run: Run, tmp_path: Path, side: str, test: str, f
     assert fault in error
 
 
+def test_a_folder_of_the_user_is_kept(run: Run, tmp_path: Path) -> None:
+    mine = tmp_path / "results/adopted/notes.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    code, _, error = run("diff", *environments(tmp_path), "--out", "results", "--", "program.py")
+    assert (code, "adopted: this folder is no earlier output" in error) == (4, True), error
+    assert mine.read_text() == "mine"
+
+
 def kernel(folder: Path, shared: int, ttir: str, name: str = "scan") -> Code:
     place = folder / "triton" / "hash"
     place.mkdir(parents=True)

@@ -282,6 +282,14 @@ def test_a_record_needs_the_row_and_both_interpreters(
     assert ends(project) == [0, 1]
 
 
+@pytest.mark.parametrize("name", ["found.py", "found.md", "test_found.py"])
+def test_a_file_of_the_user_is_kept(name: str, project: Path, reproduce: Reproduce) -> None:
+    (project / name).write_text("mine")
+    code, printed = reproduce("programs.py:counted", "--issue", "--row")
+    assert (code, f"{name}: this file is no earlier output of this command" in printed) == (4, True), printed
+    assert (project / name).read_text() == "mine"
+
+
 CORPUS = '''
 @regression("tracing", 4711, bad="2.14.1", good="2.13.0", error="no kernel of this name")
 def lowering():
