@@ -141,7 +141,7 @@ def test_bisect_and_gate_install_mirrored_nights(
         (str(mirror_root()), f"install from ('{mirror_root()}',)"),
         (str(tmp_path), "no copies of nightlies there; bumpgate mirror makes them"),
     ):
-        lane = ("--lane", "cpu", "--candidate", "torch==2.15", "--out", str(tmp_path / "gate"))
+        lane = ("--lane", "cpu", "--candidate", "torch==2.15.0.dev20261103", "--out", str(tmp_path / "gate"))
         code, _, err = run("gate", *lane, "--store", folder)
         assert (code, words in err) == (4, True)
 

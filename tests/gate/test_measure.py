@@ -28,6 +28,7 @@ from bumpgate import cli
 from bumpgate.core.findings import NO_REGRESSION, Decision, Finding
 from bumpgate.core.rows import Verdict, read_record
 from bumpgate.env.build import BuildError, NotInstallable
+from bumpgate.env.request import Request
 from bumpgate.gate import command as gate
 from bumpgate.gate import drift, environments, measure, pairing, runner, state
 from bumpgate.gate.environments import EnvSpec, side_name
@@ -646,7 +647,9 @@ def test_environment_that_cannot_be_built_is_unknown(
         raise error("torch==99: there is no version of torch==99 (log: build.log)", Path("build.log"), "tail")
 
     monkeypatch.setattr(environments, "build", refuse)
-    monkeypatch.setattr(environments, "lane_request", lambda *_, **__: None)
+    monkeypatch.setattr(
+        environments, "lane_request", lambda *_, **__: Request(("torch==99",), python=sys.executable)
+    )
     sides = "--lane", "cpu", "--python-adopted", str(tree.adopted), "--candidate", "torch==99"
     code, out, _ = run("gate", *sides, *COUNTS)
     assert code == 125

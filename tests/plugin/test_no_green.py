@@ -110,7 +110,7 @@ def test_part_without_tests_that_have_no_row_is_red(lane: Project, narrow: str) 
 def test_fast_without_a_lane_is_refused_in_one_line(lane: Project) -> None:
     done = lane.pytest("-n", "0", "--fast")
     assert done.code == 4, done.out + done.err
-    assert "ERROR: --fast is a part of a lane: add -m cpu | h100 | h200" in done.err
+    assert "ERROR: --fast is a part of a lane: add -m cpu | h100 | h100x4" in done.err
     assert "Traceback" not in done.out + done.err
 
 

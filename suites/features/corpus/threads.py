@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._higher_order_ops.scan import scan
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from suites.features.corpus.case import compiled_differs, differences, regression
+from suites.support.instruments import scan
 
 # B batch, T tokens, D model dim.
 B, T, D = 2, 6, 4
