@@ -1,4 +1,4 @@
-"""What a function asks of the device: the fixture `count_work`. Public names of torch only."""
+"""What a function asks of the device: the fixture `count_work`."""
 
 from __future__ import annotations
 
