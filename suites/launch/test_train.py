@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,12 @@ def test_compiled_training_matches_eager(lane: Lane, row, canaries) -> None:
     row.bound(f"launch/train-nam12-regional-{lane.name}/loss_error_ratio", ratio, "ratio", **about)
 
 
+def logged(path: Path) -> list[dict[str, object]]:
+    """Return the steps of a log without the memory that the process had."""
+    lines = map(json.loads, path.read_text().splitlines())
+    return [{name: value for name, value in line.items() if not name.startswith("bytes_")} for line in lines]
+
+
 @lanes("cpu", "h200")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_resumed_run_equals_uninterrupted_run(lane: Lane, optimizer: str, tmp_path: Path) -> None:
@@ -129,7 +136,9 @@ def test_resumed_run_equals_uninterrupted_run(lane: Lane, optimizer: str, tmp_pa
     assert second.losses == whole.losses[3:]
     for (name, a), b in zip(whole.model.state_dict().items(), second.model.state_dict().values()):
         assert torch.equal(a, b), name
-    assert part["log"].read_text() == (tmp_path / "whole.jsonl").read_text()
+    logs = [logged(path) for path in (part["log"], tmp_path / "whole.jsonl")]
+    assert logs[0] == logs[1]
+    assert [line["step"] for line in logs[0]] == list(range(8))
     assert not list(tmp_path.glob("*.new")), "the temporary name is gone"
     # Resumed without its position in the data, the run differs.
     third = corpus_trainer(plan, device=lane.device, checkpoint=part["checkpoint"])
