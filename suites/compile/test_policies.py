@@ -11,7 +11,6 @@ import torch
 
 from launch.policies import POLICIES, disable
 from suites.compile.expectations import RECURRENT, expected
-from suites.features.blocks import graph_breaks
 from suites.support.hybrids import token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
 
@@ -53,7 +52,7 @@ def test_counts(lane: Lane, name: str, policy: str, row, canaries) -> None:
         row.count(
             f"{case}/{metric}", value, expected=getattr(want, metric),
             rule="C6" if metric in ("graph_breaks", "eager_islands") else "C13", seen=witness,
-            evidence=report.evidence(), program=graph_breaks if metric == "graph_breaks" else None,
+            evidence=report.evidence(),
         )  # fmt: skip
     if policy != "eager":
         row.cost(

@@ -19,7 +19,6 @@ from model.features import Features
 from model.head import LossHead
 from model.hybrid import BLOCKS, documents, next_token_targets
 from suites.compile.expectations import expected
-from suites.features.blocks import graph_breaks, recompiles
 from suites.model.programs import FEATURES, TOGETHER, VARIANTS, program, randomize_zero_parameters
 from suites.support.hybrids import SEED, build, token_batch, watched_hybrid
 from suites.support.lanes import Lane, lanes
@@ -182,11 +181,8 @@ def test_eight_regional_steps_with_features(lane: Lane, feature: str, row, canar
     calls = report.calls - before[2]
     seen = Seen(calls, report.evidence())
     assert calls == STEPS * regions, "a region ran as plain Python, or in pieces"
-    about = {"expected": 0, "seen": seen}
-    row.count(f"{case}/graph_breaks", len(report.breaks), rule="C6", program=graph_breaks, **about)
-    row.count(
-        f"{case}/recompiles", len(report.recompiles) - before[0], rule="C8", program=recompiles, **about
-    )
+    row.count(f"{case}/graph_breaks", len(report.breaks), expected=0, rule="C6", seen=seen)
+    row.count(f"{case}/recompiles", len(report.recompiles) - before[0], expected=0, rule="C8", seen=seen)
     assert report.unique_graphs == before[1]
 
 

@@ -28,7 +28,7 @@ def scatter_before_zero() -> list[str]:
     return compiled_differs(updated, torch.rand(4, D), torch.rand(2, D))
 
 
-@regression("lowering", 198094, bad="2.13.0 2.15.0", good="")
+@regression("lowering", 198094, bad="2.13.0 2.14.1 2.15.0", good="")
 def select_scatter_before_zero() -> list[str]:
     """The result of select_scatter is overwritten if its input is zeroed afterwards."""
 
@@ -134,7 +134,7 @@ class Flagged(nn.Module):
         self.flag = flag
 
 
-@regression("control_flow", 192905, bad="2.13.0 2.15.0", good="")
+@regression("control_flow", 192905, bad="2.13.0 2.14.1 2.15.0", good="")
 def region_within_a_region() -> list[str]:
     """A region is reused although a guard of the region within it does not hold."""
 
@@ -164,7 +164,9 @@ class Counted(torch.autograd.Function):
         return gradient.clone(), None
 
 
-@regression("autograd", 172956, bad="2.13.0 2.15.0", good="", error="Node add was invalid, but is output")
+@regression(
+    "autograd", 172956, bad="2.13.0 2.14.1 2.15.0", good="", error="Node add was invalid, but is output"
+)
 def write_in_a_backward() -> list[str]:
     """A backward that writes to a saved tensor, which the forward returns, does not compile."""
 
